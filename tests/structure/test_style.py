@@ -16,6 +16,22 @@ FORBIDDEN_NAME = re.compile(r"utils|common|helpers|manager|base")
 FORBIDDEN_WORD = re.compile(r"\bT[O]DO\b|\bFIX[M]E\b|\bXX[X]\b|\bunimplemente[d]!|\btod[o]!|\bdb[g]!")
 MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:hom[e]|roo[t]|User[s]|wor[k])/")
 
+# Paths whose documentation is held to the rule of `test_documentation_begins_with_a_verb_or_a_noun`. Only appended to.
+HELD = [
+    "crates/cli/",
+    "crates/coord/",
+    "crates/engine/",
+    "crates/format/",
+    "crates/multistep/",
+    "crates/optim/",
+    "crates/plan/",
+    "crates/store/",
+    "crates/tools/",
+    "crates/transfer/",
+]
+RIDDLE = re.compile(r"(?:What|Where|Those|So many|As|Of|It)\b")
+DOC_WORDS_MIN = 3
+
 SOURCES = (".rs", ".py", ".pyi", ".sh")
 
 
@@ -124,3 +140,69 @@ def test_every_rust_file_says_its_charter_first():
         and not re.sub(r"\A(#!\[[^\n]*\n|\s)+", "", read(name)).startswith("//!")
     ]
     offenders("begin the file with `//!` and one line that says what it is for", found)
+
+
+def rust_docs(text: str) -> list[tuple[int, str]]:
+    """First line and words of every doc comment of Rust source: a run of lines with one mark."""
+    found: list[tuple[int, str]] = []
+    mark, before = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        match = re.match(r"\s*(//!|///(?!/))(.*)", line)
+        if match is None:
+            continue
+        if match[1] == mark and before == number - 1:
+            found[-1] = (found[-1][0], f"{found[-1][1]} {match[2].strip()}".strip())
+        else:
+            found.append((number, match[2].strip()))
+        mark, before = match[1], number
+    return found
+
+
+def python_docs(text: str) -> list[tuple[int, str]]:
+    """First line and words of every docstring of Python source."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    return [(node.body[0].lineno, ast.get_docstring(node) or "") for node in nodes if ast.get_docstring(node)]
+
+
+DOCS = [("crates/", ".rs", rust_docs), ("python/", ".py", python_docs), ("python/", ".pyi", python_docs)]
+
+
+def riddles(text: str, docs) -> list[tuple[int, str]]:
+    """First line and beginning of every piece of documentation that needs the code to be understood."""
+    found = [(line, " ".join(words.split())) for line, words in docs(text)]
+    return [(line, words[:60]) for line, words in found if RIDDLE.match(words) or len(words.split()) < DOC_WORDS_MIN]
+
+
+@pytest.mark.parametrize(("root", "suffix", "docs"), DOCS)
+def test_documentation_begins_with_a_verb_or_a_noun(root, suffix, docs):
+    found = [
+        f"{name}:{line}: {words}"
+        for name in files(suffix)
+        if name.startswith(root) and name.startswith(tuple(HELD))
+        for line, words in riddles(read(name), docs)
+    ]
+    offenders(
+        "begin a function's documentation with a verb in the third person (`Returns …`), that of a field, constant or "
+        f"type with its noun and unit (`Offset in the file, in bytes`), in at least {DOC_WORDS_MIN} words",
+        found,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "docs", "lines"),
+    [
+        ("//! Where it lies.\n\n/// Of its\n/// elements, in bytes.\nfn f() {}\n", rust_docs, [1, 3]),
+        ("    /// Too short.\n    a: u8,\n    /// Offset in\n    /// bytes.\n    b: u8,\n", rust_docs, [1]),
+        ("/// Whatever is told.\n#[x]\n//// What is no documentation.\n// Nor this.\n", rust_docs, []),
+        ('"""As said."""\n\n\ndef f():\n    """So many bytes at once."""\n', python_docs, [1, 5]),
+        ('class A:\n    """Holds the\n    lock."""\n\n    x = """What is no docstring"""\n', python_docs, []),
+    ],
+)
+def test_riddles_are_found(text, docs, lines):
+    assert [line for line, _ in riddles(text, docs)] == lines
+
+
+def test_what_is_held_exists():
+    found = [path for path in HELD if not any(name.startswith(path) for name in files(".rs", ".py", ".pyi"))]
+    offenders("remove the path from `HELD`, or spell it as it is now", found)

@@ -71,7 +71,7 @@ pub(crate) enum Command {
     Diff {
         /// A checkpoint or a run
         a: String,
-        /// Another
+        /// Another checkpoint or run
         b: String,
     },
     /// Write whole tensors as safetensors files that open in the Hugging Face stack
@@ -79,9 +79,9 @@ pub(crate) enum Command {
     Export {
         /// A checkpoint or a run
         url: String,
-        /// Where the files go
+        /// Directory or URL for the files
         out: String,
-        /// Which key of the state
+        /// Key of the state
         #[arg(long, default_value = "model")]
         key: String,
         /// Most bytes of tensors in a file, such as 500MB or 2GiB; a larger tensor has a file of its own
@@ -93,33 +93,33 @@ pub(crate) enum Command {
     Copy {
         /// A checkpoint or a run
         from: String,
-        /// Where the copy goes: a place of its own
+        /// Path or URL of the copy: a place of its own
         to: String,
         /// Bytes to read a second at most, such as 100MB; unless it is given, as fast as both stores can
         #[arg(long, value_parser = size)]
         limit: Option<u64>,
-        /// Prove the bytes of what is there already, too, not only the lengths of its files
+        /// Prove the bytes of files that exist already, too, not only their lengths
         #[arg(long)]
         verify: bool,
     },
     /// Copy every committed step of a run that another run does not have
     #[command(after_help = EXIT_CODES)]
     Sync {
-        /// A run
+        /// Path or URL of a run
         from: String,
-        /// The run that gets its steps; what else it has stays
+        /// Run that gets the steps; its other steps stay
         to: String,
         /// Bytes to read a second at most, such as 100MB; unless it is given, as fast as both stores can
         #[arg(long, value_parser = size)]
         limit: Option<u64>,
-        /// Prove the bytes of what is there already, too, not only the lengths of its files
+        /// Prove the bytes of files that exist already, too, not only their lengths
         #[arg(long)]
         verify: bool,
     },
     /// Move the steps of a run behind one out of its way, to a run of their own below it; deletes nothing
     #[command(after_help = EXIT_CODES)]
     Rewind {
-        /// A run
+        /// Path or URL of a run
         url: String,
         /// The step from which the training goes on; the committed ones behind it move
         #[arg(long, value_name = "STEP")]
@@ -130,7 +130,7 @@ pub(crate) enum Command {
     Pin {
         /// A checkpoint or a run
         url: String,
-        /// Why, for people
+        /// Reason for the pin, shown by inspect
         #[arg(long, default_value = "")]
         note: String,
         /// Remove the pin instead
@@ -142,10 +142,10 @@ pub(crate) enum Command {
     Sweep {
         /// A run, or the place of one checkpoint
         url: String,
-        /// Only say what would be removed
+        /// Only print what would be removed
         #[arg(long)]
         dry_run: bool,
-        /// Where nothing is committed: only what has not changed for so long, such as 36h or 7d; 6h at least
+        /// Least time without a change, such as 36h or 7d, after which uncommitted files are removed; 6h at least
         #[arg(long, default_value = "24h", value_name = "AGE", value_parser = age)]
         older_than: Duration,
     },
@@ -155,7 +155,7 @@ pub(crate) enum Command {
     /// Say what saves and loads will use on this machine, what is missing, and what follows from it
     #[command(after_help = EXIT_CODES)]
     Doctor {
-        /// Where checkpoints will be saved; a small file is written there and removed
+        /// Place where checkpoints will be saved; a small file is written there and removed
         #[arg(default_value = ".")]
         path: String,
     },
@@ -182,14 +182,14 @@ pub(crate) struct Question {
     /// Bytes that the storage takes of all ranks in a second, such as 20GB
     #[arg(long, value_name = "BYTES", value_parser = size, required_unless_present = "storage_per_rank")]
     pub(crate) storage: Option<u64>,
-    /// Bytes that it takes of each rank in a second, if that is the limit
+    /// Bytes that the storage takes of each rank in a second, if that is the limit
     #[arg(long, value_name = "BYTES", value_parser = size, conflicts_with = "storage")]
     pub(crate) storage_per_rank: Option<u64>,
     /// Bytes that a rank copies to host memory in a second
     #[arg(long, value_name = "BYTES", default_value = "10GB", value_parser = size)]
     pub(crate) copy: u64,
-    /// What a save costs the training, if that was measured: 0 if steps hide all of it. Unless it is given, the whole
-    /// copy, as if no step hid any of it
+    /// Measured cost of a save for the training: 0 if steps hide all of it. Unless it is given, the whole copy, as if
+    /// no step hid any of it
     #[arg(long, value_name = "TIME", value_parser = time_or_zero, allow_hyphen_values = true)]
     pub(crate) cost: Option<f64>,
     /// From a failure to the first step after it, such as 5m; unless it is given, restarts take no time
@@ -213,13 +213,14 @@ impl std::fmt::Display for Seconds {
     }
 }
 
-/// A timeout in seconds, as [`Timeout::seconds`].
+/// Parses a timeout in seconds, as [`Timeout::seconds`].
 fn timeout(text: &str) -> Result<Seconds, String> {
     let seconds = text.parse().map_err(|_| "expected a number of seconds, such as 600".to_owned())?;
     Timeout::seconds(seconds).map(Seconds)
 }
 
-/// Bytes: a number with `B`, `KB`, `MB`, `GB`, `TB` (powers of 1000), `KiB`, `MiB`, `GiB`, `TiB` (of 1024) or nothing.
+/// Parses bytes: a number with `B`, `KB`, `MB`, `GB`, `TB` (powers of 1000), `KiB`, `MiB`, `GiB`, `TiB` (of 1024) or
+/// nothing.
 fn size(text: &str) -> Result<u64, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -239,7 +240,7 @@ fn size(text: &str) -> Result<u64, String> {
     bytes.ok_or_else(|| "expected a whole number of bytes above zero, such as 500MB or 2GiB".to_owned())
 }
 
-/// A time: a whole number with `m`, `h` or `d` for minutes, hours, days.
+/// Parses a time: a whole number with `m`, `h` or `d` for minutes, hours, days.
 fn age(text: &str) -> Result<Duration, String> {
     let expected = || "expected a whole number of minutes, hours or days, such as 90m, 36h or 7d".to_owned();
     let (number, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).ok_or_else(expected)?);
@@ -253,12 +254,12 @@ fn age(text: &str) -> Result<Duration, String> {
     number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(expected)
 }
 
-/// A time in seconds, as [`interval::seconds`].
+/// Parses a time in seconds, as [`interval::seconds`].
 fn time(text: &str) -> std::result::Result<f64, String> {
     interval::seconds(text).map_err(|error| error.message)
 }
 
-/// A time in seconds, as [`time`], or zero, with or without a unit.
+/// Parses a time in seconds, as [`time`], or zero, with or without a unit.
 fn time_or_zero(text: &str) -> std::result::Result<f64, String> {
     let number = text.trim().trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = &text.trim()[number.len()..];
@@ -269,7 +270,8 @@ fn time_or_zero(text: &str) -> std::result::Result<f64, String> {
     })
 }
 
-/// A number of parameters: with `K`, `M`, `B` or `T` for thousands, millions, billions, trillions, or with nothing.
+/// Parses a number of parameters: with `K`, `M`, `B` or `T` for thousands, millions, billions, trillions, or with
+/// nothing.
 fn parameters(text: &str) -> std::result::Result<u64, String> {
     let (number, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len()));
     let scale = match unit {

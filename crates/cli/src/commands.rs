@@ -181,7 +181,7 @@ struct Sweeping<'a> {
 /// A progress line on standard error, overwritten each time, if that is a terminal.
 struct Progress {
     verb: &'static str,
-    /// How a number of what is counted is written.
+    /// Format of the count.
     unit: fn(u64) -> String,
     is_shown: bool,
     /// Thousandths done when the line was last written.
@@ -189,7 +189,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// Of bytes.
+    /// Makes the progress of a count of bytes.
     fn new(verb: &'static str) -> Progress {
         Progress::of(verb, size)
     }

@@ -15,7 +15,7 @@ fn leaves(n: u64) -> String {
     count(n, "leaf", "leaves")
 }
 
-/// A word on which checkpoint of a run is meant; nothing when a checkpoint was named.
+/// Returns a line on which checkpoint of a run is meant; empty if a checkpoint was named.
 pub(crate) fn located(located: &Located) -> String {
     let Some(run) = &located.run else { return String::new() };
     let mut out = format!("{} is a run; its newest committed checkpoint is {}\n", plain(run), plain(&located.url));

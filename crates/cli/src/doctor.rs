@@ -1,4 +1,5 @@
-//! What saves and loads will do on this machine, and what they lack, from the engine's and the caller's findings.
+//! Reports how saves and loads will work on this machine, and what they lack, from the engine's and the caller's
+//! findings.
 
 use std::fmt::Write;
 
@@ -8,28 +9,28 @@ use shardfast_tools::machine::{Directory, Kernel};
 
 use crate::text::{count, plain, plain_lines, size};
 
-/// How well saves and loads work with what was found.
+/// Rating of a finding for saves and loads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
-    /// As well as they can.
+    /// Best possible for saves and loads.
     Ok,
-    /// Slower, or not with everything.
+    /// Slower than possible, or without some features.
     Limited,
-    /// Not at all.
+    /// Saves or loads do not work.
     Failed,
 }
 
-/// One thing that was looked at.
+/// One checked feature, and its rating.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What it is.
+    /// Name of the checked feature.
     pub name: String,
-    /// How well saves and loads work with it.
+    /// Rating of the finding for saves and loads.
     pub status: Status,
-    /// What was found.
+    /// Description of what was found.
     pub found: String,
-    /// What follows for saves and loads.
+    /// Consequence for saves and loads.
     pub follows: String,
 }
 
@@ -44,11 +45,11 @@ impl Finding {
 pub struct Host {
     /// The staging budget of a process, where the environment sets one.
     pub staging_bytes: Option<u64>,
-    /// Its findings.
+    /// Findings of the caller.
     pub findings: Vec<Finding>,
 }
 
-/// What the command prints with `--json`.
+/// Output of the command with `--json`.
 #[derive(Serialize)]
 pub(crate) struct Report {
     pub(crate) version: &'static str,
@@ -148,7 +149,7 @@ fn file_system(directory: &Directory) -> Finding {
     Finding::new("file system", status, found, follows)
 }
 
-/// `None` if nothing can be written at all.
+/// Returns the finding on direct I/O; `None` if nothing can be written at all.
 fn direct_io(directory: &Directory) -> Option<Finding> {
     let (status, found, follows) = match directory.takes_direct {
         Ok(true) => (
@@ -285,7 +286,7 @@ mod tests {
         report.findings.into_iter().map(|finding| (finding.name, finding.status)).collect()
     }
 
-    /// Those that are not ok.
+    /// Returns the findings that are not ok.
     fn bad(machine: &Machine, staging_bytes: Option<u64>) -> Vec<(String, Status)> {
         let all = statuses(machine, Host { staging_bytes, findings: Vec::new() });
         all.into_iter().filter(|(_, status)| *status != Status::Ok).collect()

@@ -1,4 +1,4 @@
-//! How often a planned job should save, from its size and rates.
+//! Answers how often a planned job should save, from its size and rates.
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ use crate::text;
 /// The most waste that is shown as a number: with more, the training hardly goes on.
 const WASTE_MAX: f64 = 10.0;
 
-/// What the command answers.
+/// Answer of the command.
 #[derive(Debug, Serialize)]
 pub(crate) struct Answer {
     #[serde(flatten)]
@@ -26,7 +26,7 @@ pub(crate) struct Answer {
     bytes_per_rank: u64,
 }
 
-/// The interval that wastes least.
+/// Returns the interval that wastes least.
 ///
 /// # Errors
 /// `Invalid` for bounds that no interval meets.
@@ -52,7 +52,7 @@ pub(crate) fn answer(asked: &Question) -> Result<Answer> {
     Ok(Answer { interval, cost_s, lag_s, step_s, mtbf_s, restart_s, bytes, bytes_per_rank })
 }
 
-/// A message of the engine with the command's options in place of the engine's names.
+/// Returns a message of the engine with the command's options in place of the engine's names.
 fn with_options(message: &str) -> String {
     [("at_least", "--at-least"), ("at_most", "--at-most")].iter().fold(message.to_owned(), |message, (name, option)| {
         message.replace(&format!("{name}="), &format!("{option} ")).replace(name, option)
@@ -68,7 +68,7 @@ fn waste(waste: f64) -> String {
 }
 
 impl Answer {
-    /// It in words.
+    /// Formats the answer in words.
     pub(crate) fn text(&self) -> String {
         let Answer { interval, cost_s, lag_s, mtbf_s, restart_s, bytes, bytes_per_rank, .. } = self;
         let why = match interval.limit {

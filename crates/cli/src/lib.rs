@@ -1,7 +1,7 @@
 //! The shardfast command: arguments in, engine calls, text out.
 //!
-//! [`run`] is the whole of it; the binary and the Python package both call it. This crate's `README.md` describes what
-//! it prints with `--json`, and the exit codes.
+//! [`run`] is the whole of it; the binary and the Python package both call it. This crate's `README.md` describes the
+//! output with `--json`, and the exit codes.
 
 mod args;
 mod commands;
@@ -19,17 +19,17 @@ use shardfast_engine::{Kind, Timeout};
 use args::Arguments;
 pub use doctor::{Finding, Host, Status};
 
-/// Nothing is wrong, nothing differs.
+/// Exit code if nothing is wrong and nothing differs.
 const FINE: i32 = 0;
-/// `diff` found a difference, `verify` damage, or `doctor` that nothing can be saved.
+/// Exit code if `diff` found a difference, `verify` damage, or `doctor` that nothing can be saved.
 const FOUND: i32 = 1;
-/// The call must be fixed: arguments, a URL, a permission.
+/// Exit code if the call must be fixed: arguments, a URL, a permission.
 const USAGE: i32 = 2;
-/// There is no such checkpoint, run or key.
+/// Exit code if there is no such checkpoint, run or key.
 const NOT_FOUND: i32 = 3;
-/// What is there cannot be read: corrupt, or of a newer version.
+/// Exit code if a checkpoint cannot be read: corrupt, or of a newer version.
 const UNREADABLE: i32 = 4;
-/// The store cannot be reached, is full, or the name is taken.
+/// Exit code if the store cannot be reached or is full, or the name is taken.
 const OTHER: i32 = 5;
 
 /// Runs the command with these arguments, the first of which is its name, and returns its exit code. Prints to the

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::fmt::Write;
 use std::ops::Range;
 
-/// `17 B`, `1.5 KiB`, `12.3 GiB`.
+/// Formats a size: `17 B`, `1.5 KiB`, `12.3 GiB`.
 pub(crate) fn size(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if bytes < 1024 {
@@ -20,12 +20,12 @@ pub(crate) fn size(bytes: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
-/// `1 leaf`, `2 leaves`.
+/// Formats a count: `1 leaf`, `2 leaves`.
 pub(crate) fn count(n: u64, one: &str, many: &str) -> String {
     if n == 1 { format!("1 {one}") } else { format!("{n} {many}") }
 }
 
-/// How long ago: `5 s`, `3 min`, `2 h`, `40 d`.
+/// Formats the time since then: `5 s`, `3 min`, `2 h`, `40 d`.
 pub(crate) fn age(then_ms: u64, now_ms: u64) -> String {
     match now_ms.saturating_sub(then_ms) / 1000 {
         seconds @ 0..120 => format!("{seconds} s"),
@@ -35,7 +35,7 @@ pub(crate) fn age(then_ms: u64, now_ms: u64) -> String {
     }
 }
 
-/// A time with three digits: `0.25 ms`, `12 s`, `2 min`, `6 h`, `2 d`.
+/// Formats a time with three digits: `0.25 ms`, `12 s`, `2 min`, `6 h`, `2 d`.
 pub(crate) fn duration(seconds: f64) -> String {
     let units = [(86_400.0, 2.0, "d"), (3600.0, 2.0, "h"), (60.0, 2.0, "min"), (1.0, 1.0, "s")];
     let unit = units.into_iter().find(|(size, least, _)| seconds >= size * least);
@@ -52,7 +52,7 @@ pub(crate) fn duration(seconds: f64) -> String {
     format!("{text} {unit}")
 }
 
-/// `2026-01-31 13:05:09 UTC`.
+/// Formats a date: `2026-01-31 13:05:09 UTC`.
 pub(crate) fn date(unix_ms: u64) -> String {
     let (days, second) = (unix_ms / 86_400_000, unix_ms / 1000 % 86_400);
     // Years that begin in March, so that the leap day is the last of its year, in eras of 400 (Hinnant,
@@ -69,7 +69,7 @@ pub(crate) fn date(unix_ms: u64) -> String {
     format!("{year:04}-{month:02}-{day_of_month:02} {hour:02}:{minute:02}:{second:02} UTC")
 }
 
-/// `rank 3`, `ranks 0-2, 7`.
+/// Formats ranks: `rank 3`, `ranks 0-2, 7`.
 pub(crate) fn ranks(ranges: &[Range<u32>]) -> String {
     let word = match ranges {
         [one] if one.len() == 1 => "rank ",
@@ -82,12 +82,12 @@ pub(crate) fn ranks(ranges: &[Range<u32>]) -> String {
     word.to_owned() + &said.collect::<Vec<_>>().join(", ")
 }
 
-/// Text from a checkpoint on one line, without control characters.
+/// Returns text from a checkpoint on one line, without control characters.
 pub(crate) fn plain(text: &str) -> Cow<'_, str> {
     if text.chars().any(char::is_control) { Cow::Owned(escaped(text, |_| false)) } else { Cow::Borrowed(text) }
 }
 
-/// The same for text of several lines.
+/// Returns text of several lines without other control characters.
 pub(crate) fn plain_lines(text: &str) -> String {
     escaped(text, |c| c == '\n')
 }

@@ -1,52 +1,51 @@
-//! The errors with which a round of agreement can end.
+//! Defines the errors with which a round of agreement can end.
 
 use std::fmt::{self, Write};
 use std::time::Duration;
 
-/// How many failures a message shows; the rest is counted, and listed in the error itself.
+/// Number of failures in a message; the others are counted, and listed in the error itself.
 const FAILURES_SHOWN_MAX: usize = 16;
 
-/// How much of a contribution a failed round shows to all ranks.
+/// Bytes of a contribution that a failed round shows to all ranks.
 pub const SAMPLE_BYTES: usize = 16;
 
-/// Begins the reason of a rank that did not contribute, where others have failed.
+/// Prefix of the reason of a rank that did not contribute, where others have failed.
 pub const NOT_CONTRIBUTED: &str = "it did not contribute within";
 
-/// Why a rank got no answer.
+/// Reason why a rank got no answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// Ranks contributed a failure, or rank 0's decision failed.
     #[error("agreement on {topic:?} failed: {}", Failures(.failures, *.more))]
     Failed {
-        /// What was to be agreed on.
+        /// Topic of the round.
         topic: String,
-        /// The ranks that failed, ascending: the lowest, if there are many.
+        /// Ranks that failed, ascending; the lowest, if there are many.
         failures: Vec<Failure>,
-        /// How many ranks more failed.
+        /// Number of further ranks that failed.
         more: u32,
     },
     /// Ranks did not contribute in time.
     #[error("agreement on {topic:?} failed: {} did not contribute within {waited:?}{}", Ranks(.ranks), Silent(.silent))]
     Missing {
-        /// What was to be agreed on.
+        /// Topic of the round.
         topic: String,
-        /// The ranks that did not contribute, ascending.
+        /// Ranks that did not contribute, ascending.
         ranks: Vec<u32>,
-        /// Those of them that did not answer a ping, ascending: their processes are stopped or cannot be reached.
-        /// Nothing is known of the ranks below them.
+        /// Ranks of `ranks` that did not answer a ping, ascending: their processes are stopped or cannot be reached.
+        /// The state of ranks below them is unknown.
         silent: Vec<u32>,
-        /// How long the round had been open.
+        /// Time for which the round had been open.
         waited: Duration,
-        /// How the first contribution that is not empty begins, in the order of the ranks: its first
-        /// [`SAMPLE_BYTES`].
+        /// First [`SAMPLE_BYTES`] of the first contribution, in the order of the ranks, that is not empty.
         sample: Vec<u8>,
     },
-    /// A rank is lost, and with it every agreement that needs it.
+    /// Loss of a rank, and with it of every agreement that needs it.
     #[error("rank {rank} is lost: {cause}")]
     Lost {
-        /// The first rank that was lost.
+        /// First rank that was lost.
         rank: u32,
-        /// Why.
+        /// Cause of the loss.
         cause: String,
     },
     /// Rank 0 or a rank on the way to it cannot be reached or does not answer; the outcome is unknown.
@@ -57,12 +56,12 @@ pub enum Error {
     Invalid(String),
 }
 
-/// One rank's reason why it could not do its part.
+/// Reason why one rank could not do its part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// The rank that failed.
+    /// Rank that failed.
     pub rank: u32,
-    /// The reason that it gave, at most 16 KiB.
+    /// Reason that it gave, at most 16 KiB.
     pub reason: String,
 }
 
@@ -81,7 +80,7 @@ impl fmt::Display for Failures<'_> {
     }
 }
 
-/// Ascending ranks, runs of them as `first-last`, so that thousands of consecutive ranks take one short line.
+/// Formats ascending ranks, runs of them as `first-last`, so that thousands of consecutive ranks take one short line.
 pub struct Ranks<'a>(pub &'a [u32]);
 
 impl fmt::Display for Ranks<'_> {
@@ -102,7 +101,7 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
-/// Empty for no ranks.
+/// Formats as nothing if there are no ranks.
 struct Silent<'a>(&'a [u32]);
 
 impl fmt::Display for Silent<'_> {

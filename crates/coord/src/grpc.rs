@@ -1,4 +1,4 @@
-//! Ranks that are processes: a connection from each to its parent in the tree.
+//! Connects ranks that are processes: each to its parent in the tree.
 //!
 //! # Protocol
 //!
@@ -56,21 +56,21 @@ use self::workers::Workers;
 use crate::hub as calls;
 use crate::{Absent, Coord, Decide, Error, Meeting, Topology};
 
-/// Bytes in flight before the receiver has to acknowledge them: a fast network's bandwidth times its delay.
+/// Bytes in flight before the receiver must acknowledge them: bandwidth times delay of a fast network.
 const WINDOW_BYTES: u32 = 16 << 20;
 
-/// Why a rank is lost whose call ended without a leave message.
+/// Cause of the loss of a rank whose call ended without a leave message.
 const BROKEN: &str = "its process ended or cannot be reached";
 
 const MEETING_HEADER: &str = "shardfast-meeting-bin";
 
-/// How long a rank that leaves waits for its children to have read their last answers.
+/// Time for which a leaving rank waits until its children have read their last answers.
 const FAREWELL_BELOW: Duration = Duration::from_secs(10);
 
-/// How long a rank that leaves waits for its parent to have read its leave message.
+/// Time for which a leaving rank waits until its parent has read its leave message.
 const FAREWELL_ABOVE: Duration = Duration::from_secs(2);
 
-/// When a peer that does not answer counts as lost.
+/// Timing of pings, and of the loss of a peer that does not answer.
 #[derive(Clone, Copy)]
 struct KeepAlive {
     interval: Duration,
@@ -79,22 +79,22 @@ struct KeepAlive {
 
 const KEEP_ALIVE: KeepAlive = KeepAlive { interval: Duration::from_secs(10), timeout: Duration::from_secs(20) };
 
-/// Which rank of which job this process is.
+/// Rank of this process, and the job that it belongs to.
 #[derive(Clone, Debug)]
 pub struct Membership {
-    /// The name or IP address, without a port, at which the other ranks can reach this process.
+    /// Name or IP address, without a port, at which the other ranks can reach this process.
     pub host: String,
-    /// This rank.
+    /// Rank of this process.
     pub rank: u32,
-    /// The tree of the job's ranks, the same on all of them.
+    /// Tree of the job's ranks, the same on all of them.
     pub topology: Topology,
-    /// A secret of this job, visible ASCII, the same for all its ranks.
+    /// Secret of this job, visible ASCII, the same for all its ranks.
     pub token: String,
     /// Certificates: all ranks have them, or none.
     pub tls: Option<Tls>,
 }
 
-/// A rank's place in the tree before it has joined. Where it has children, they can connect and wait.
+/// A rank that has not joined yet. If it has children, they can already connect and wait.
 pub struct Place {
     host: String,
     topology: Topology,
@@ -102,7 +102,7 @@ pub struct Place {
     tls: Option<Tls>,
     keep_alive: KeepAlive,
     hub: Arc<ProcessHub>,
-    /// Where it has children.
+    /// Set if the rank has children.
     listening: Option<Listening>,
     workers: Workers,
 }
@@ -115,7 +115,7 @@ struct Listening {
 }
 
 impl Place {
-    /// Opens the place of a rank. A rank with children listens on its host's `port`; 0 lets the system choose.
+    /// Opens a rank's place in the tree. A rank with children listens on its host's `port`; 0 lets the system choose.
     ///
     /// # Errors
     ///
@@ -160,23 +160,23 @@ impl Place {
         Ok(Listening { service, address, sessions })
     }
 
-    /// Where this rank's children reach it, `host:port`; none without children.
+    /// Returns the address for this rank's children, `host:port`; `None` without children.
     pub fn address(&self) -> Option<&str> {
         self.listening.as_ref().map(|listening| listening.address.as_str())
     }
 
-    /// The rank that this one joins; none at rank 0.
+    /// Returns the rank that this one joins; `None` at rank 0.
     pub fn parent(&self) -> Option<u32> {
         self.topology.parent(self.pass.rank)
     }
 
-    /// The address of this rank's parent, from rank 0 at `root`. Registers this rank's own address with rank 0, for its
-    /// children; so every rank of the job has to call it, or none.
+    /// Asks rank 0, at `root`, for the address of this rank's parent, and registers this rank's own address there for
+    /// its children. So every rank of the job must call it, or none.
     ///
     /// # Errors
     ///
     /// [`Error::Invalid`] when rank 0 refuses; [`Error::Unavailable`] when it cannot be reached within `timeout`, or
-    /// the parent has not asked by then.
+    /// the parent has not registered by then.
     pub fn find_parent(&self, root: &str, timeout: Duration) -> Result<String, Error> {
         let Some(parent) = self.parent() else {
             return Err(Error::Invalid("rank 0 has no parent to find".to_owned()));
@@ -190,7 +190,7 @@ impl Place {
         found.map(|found| if parent == 0 { root.to_owned() } else { found })
     }
 
-    /// Joins the parent, which listens at `parent`; rank 0 has none. Tries for `timeout` to reach it.
+    /// Joins the parent, which listens at `parent`; `None` at rank 0. Retries for `timeout`.
     ///
     /// # Errors
     ///
@@ -231,9 +231,9 @@ struct Process {
     world: u32,
     meeting: Meeting,
     hub: Arc<ProcessHub>,
-    /// Where it has children: their service; the receiver disconnects when the last of their sessions has ended.
+    /// Service for children, if the rank has any; the receiver disconnects when the last of their sessions has ended.
     below: Option<(Arc<TreeService>, Mutex<Receiver<()>>)>,
-    /// Where it has a parent; disconnects when this rank's session has ended.
+    /// Disconnects when this rank's session with its parent has ended; `None` without a parent.
     joined: Option<Mutex<Receiver<()>>>,
     workers: Workers,
 }

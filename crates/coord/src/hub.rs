@@ -1,4 +1,4 @@
-//! A rank's node behind blocking calls: each waits for its reply.
+//! Wraps a rank's node in blocking calls, each of which waits for its reply.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -7,10 +7,10 @@ use std::time::Duration;
 use crate::node::{Contribution, Reply};
 use crate::{Decide, Error};
 
-/// The cause of the loss of a rank that closes its coordinator.
+/// Cause of the loss of a rank that closes its coordinator.
 pub(crate) const LEFT: &str = "it closed its coordinator";
 
-/// Delivers the reply to the call that waits for it. Never blocks.
+/// Callback that delivers the reply to the waiting call. Never blocks.
 pub(crate) type Waiter = Box<dyn FnOnce(Reply) + Send>;
 
 /// A node with a lock, a clock and links. Its methods do not wait for other ranks.
@@ -21,11 +21,11 @@ pub(crate) trait Hub {
 
     fn tick(&self);
 
-    /// How long until [`tick`](Hub::tick) has something to do.
+    /// Returns the time until [`tick`](Hub::tick) has work to do.
     fn due_in(&self) -> Option<Duration>;
 }
 
-/// [`Coord::agree`](crate::Coord::agree) through a rank's own node.
+/// Implements [`Coord::agree`](crate::Coord::agree) through a rank's own node.
 pub(crate) fn agree(
     hub: &impl Hub,
     topic: &str,

@@ -58,19 +58,19 @@ pub use local::{local, local_tree, solo};
 pub use topology::Topology;
 pub use wire::Encoded;
 
-/// Decides a round: gets every rank's contribution in the order of the ranks, gives every rank's answer in that order,
-/// or the reason why there is none.
+/// Decides a round: takes every rank's contribution in the order of the ranks, and returns every rank's answer in that
+/// order, or the reason why there is none.
 pub type Decide<'a> = &'a mut dyn FnMut(Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, String>;
 
-/// The largest contribution and the largest answer of one rank: 1 GiB. What is larger fails the round.
+/// Largest contribution and largest answer of one rank: 1 GiB. A larger one fails the round.
 pub const PAYLOAD_BYTES_MAX: usize = 1 << 30;
 
-/// Names one meeting of ranks: no other has the same.
+/// Unique name of one meeting of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Meeting(pub [u8; 16]);
 
 impl Meeting {
-    /// A new one.
+    /// Draws a new name at random.
     ///
     /// # Errors
     /// [`Error::Unavailable`] when the system has no random numbers.
@@ -82,31 +82,31 @@ impl Meeting {
     }
 }
 
-/// The ranks that a round waits for, as far as one rank knows them.
+/// Ranks that a round waits for, as far as one rank knows them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Absent {
-    /// Ranks that have certainly not come.
+    /// Ranks that have certainly not contributed.
     pub ranks: Vec<u32>,
-    /// Runs of other ranks, of which at least one has not come if `ranks` is empty.
+    /// Runs of other ranks, of which at least one has not contributed if `ranks` is empty.
     pub among: Vec<Range<u32>>,
 }
 
-/// One rank's place among the ranks that agree; see the [crate's contract](crate#contract).
+/// One rank among those that agree; see the [crate's contract](crate#contract).
 pub trait Coord: Send + Sync {
-    /// This rank, below [`world`](Coord::world).
+    /// Returns this rank, below [`world`](Coord::world).
     fn rank(&self) -> u32;
 
-    /// The number of ranks that agree.
+    /// Returns the number of ranks.
     fn world(&self) -> u32;
 
-    /// The name of this meeting of these ranks, drawn at random, the same on all of them and on no others.
+    /// Returns the name of this meeting of these ranks, drawn at random, the same on all of them and on no others.
     fn meeting(&self) -> Meeting;
 
-    /// The name or address, without a port, at which the other ranks can reach this process.
+    /// Returns the name or address, without a port, at which the other ranks can reach this process.
     fn host(&self) -> &str;
 
-    /// What this rank knows of the ranks that a round waits for, without a message; nothing of a round that is not
-    /// open here.
+    /// Returns the ranks that a round waits for, as far as this rank knows without a message; none for a round that is
+    /// not open here.
     fn absent(&self, topic: &str) -> Absent;
 
     /// Contributes to the round of `topic` and blocks until this rank has its answer.

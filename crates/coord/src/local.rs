@@ -1,4 +1,4 @@
-//! Ranks that are threads of one process; one rank is the smallest such world.
+//! Connects ranks that are threads of one process; one rank is the smallest such world.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,7 +8,7 @@ use crate::hub::{self, Hub, LEFT, Waiter};
 use crate::node::{Contribution, Effect, Effects, Node, Reply};
 use crate::{Absent, Coord, Decide, Error, Meeting, Topology};
 
-/// The nodes of all ranks. A message between two of them is a call.
+/// Nodes of all ranks. A message between two of them is a call.
 struct Nodes {
     topology: Topology,
     meeting: Meeting,
@@ -21,7 +21,7 @@ struct Local {
     nodes: Arc<Nodes>,
 }
 
-/// The one rank of a world of one. It never waits.
+/// Returns the one rank of a world of one. It never waits.
 ///
 /// # Panics
 /// When the system has no random numbers.
@@ -29,7 +29,7 @@ pub fn solo() -> Arc<dyn Coord> {
     local(1).remove(0)
 }
 
-/// The ranks of a world within this process, in their order; each is meant for threads of its own.
+/// Returns the ranks of a world within this process, in their order; each is meant for threads of its own.
 ///
 /// # Panics
 /// When `world` is 0, and when the system has no random numbers.
@@ -37,7 +37,7 @@ pub fn local(world: u32) -> Vec<Arc<dyn Coord>> {
     local_tree(Topology::new(world, 1, Topology::FAN_OUT_DEFAULT).expect("a world of ranks"))
 }
 
-/// [`local`] ranks that agree through this tree.
+/// Returns ranks like [`local`], which agree through this tree.
 ///
 /// # Panics
 /// When the system has no random numbers.

@@ -1,4 +1,4 @@
-//! One rank's node of the tree: contributions go up, answers come down.
+//! Implements one rank's node of the tree: contributions go up, answers come down.
 //!
 //! Pure: it knows no threads, sockets or clocks. The caller passes the time (any origin, never backwards). A *waiter*
 //! is what the caller needs to answer the local call that waits. Every change returns [`Effect`]s that the caller
@@ -54,56 +54,56 @@ use self::watch::{Look, Wanted, Watch};
 use crate::topology::Position;
 use crate::{Absent, Error, PAYLOAD_BYTES_MAX, Topology};
 
-/// How long a node that closes a round waits for its children, for each level below it.
+/// Time for which a node that closes a round waits for its children, for each level below it.
 pub const CLOSING: Duration = Duration::from_millis(500);
 
-/// How long after its deadline an answer may still be on its way.
+/// Time after its deadline during which an answer may still arrive.
 pub const GRACE: Duration = Duration::from_secs(5);
 
-/// Failed rounds that are remembered for a rank that comes late to them.
+/// Number of failed rounds that are remembered for a rank that comes late to them.
 const UNDELIVERED_ERRORS_MAX: usize = 4096;
 
-/// A rank's part of a round: its bytes, or why it has none.
+/// Contribution of a rank to a round: its bytes, or why it has none.
 pub type Contribution = Result<Vec<u8>, String>;
 
 /// A reply to a local call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reply {
-    /// To rank 0 only: all contributions; call [`Node::decided`] with the decision over these.
+    /// All contributions, to rank 0 only; call [`Node::decided`] with the decision over these.
     Decide(Vec<Vec<u8>>),
-    /// The end of the call.
+    /// Result of the call.
     Answer(Result<Vec<u8>, Error>),
 }
 
-/// An action that the caller of a node has to carry out.
+/// An action that the caller of a node must carry out.
 #[derive(Debug, PartialEq)]
 pub enum Effect<W> {
-    /// Send this to the parent.
+    /// Sends a message to the parent.
     Up(Upward),
-    /// Send this to that child.
+    /// Sends a message to this child.
     Down(u32, Downward),
-    /// Answer the local call that this waiter stands for.
+    /// Answers the local call of this waiter.
     Reply(W, Reply),
 }
 
 /// Actions, to be carried out in this order.
 pub type Effects<W> = Vec<Effect<W>>;
 
-/// One rank's node.
+/// State of one rank in the tree.
 #[derive(Debug)]
 pub struct Node<W> {
     rank: u32,
     world: u32,
     subtree: Range<u32>,
     height: u32,
-    /// None at rank 0, and once it is lost.
+    /// Parent; `None` at rank 0, and once it is lost.
     parent: Option<Parent>,
-    /// Ascending.
+    /// Children of the rank, ascending.
     children: Vec<Child>,
     rounds: BTreeMap<String, Round<W>>,
-    /// Failed rounds that this rank has yet to come to, oldest first.
+    /// Failed rounds that this rank has not come to yet, oldest first.
     undelivered_errors: VecDeque<(String, Error)>,
-    /// The first lost rank and the cause, as rank 0 says; without a way to rank 0, the parent.
+    /// First lost rank and the cause, as rank 0 reports it; without a connection to rank 0, the parent.
     lost: Option<(u32, String)>,
     effects: Effects<W>,
 }
@@ -128,7 +128,7 @@ struct Child {
 }
 
 impl<W> Node<W> {
-    /// The node of `rank` in that tree; `rank` must be below its world.
+    /// Makes the node of `rank` in that tree; `rank` must be below its world.
     pub fn new(topology: &Topology, rank: u32) -> Node<W> {
         let Position { parent, subtree, children, height } = topology.position(rank);
         let child = |subtree| Child {
@@ -153,7 +153,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// Adds this rank's contribution to the round of `topic` at `now`; it waits there for up to `deadline`.
+    /// Adds this rank's contribution to the round of `topic` at `now`, where it waits for up to `deadline`.
     pub fn contribute(
         &mut self,
         topic: &str,
@@ -188,7 +188,7 @@ impl<W> Node<W> {
         self.effects()
     }
 
-    /// Takes rank 0's decision on the round of `topic`. Returns its own answer.
+    /// Takes rank 0's decision on the round of `topic`. Returns rank 0's own answer.
     pub fn decided(
         &mut self,
         topic: &str,
@@ -289,7 +289,7 @@ impl<W> Node<W> {
         self.effects()
     }
 
-    /// Notes that the child `rank` is lost.
+    /// Marks the child `rank` as lost.
     pub fn lose(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<W> {
         if let Some(child) = self.child(rank) {
             child.is_lost = true;
@@ -301,20 +301,20 @@ impl<W> Node<W> {
         self.effects()
     }
 
-    /// Notes that a process was refused as `rank`, so that this world will never be complete: as if that rank were
-    /// lost.
+    /// Fails all rounds because a process was refused as `rank`, so that this world will never be complete: as if that
+    /// rank were lost.
     pub fn refuse(&mut self, rank: u32, cause: &str, now: Duration) -> Effects<W> {
         self.report_lost(rank, cause.to_owned(), now);
         self.effects()
     }
 
-    /// Notes that the parent is lost, and with it all ranks but the own subtree.
+    /// Marks the parent as lost, and with it all ranks outside the own subtree.
     pub fn lose_parent(&mut self, cause: &str, now: Duration) -> Effects<W> {
         self.detach(cause, now);
         self.effects()
     }
 
-    /// Handles timeouts. Needed when [`due`](Node::due) says so; at any other time it does nothing.
+    /// Handles timeouts. Must be called at the time that [`due`](Node::due) returns; at any other time it does nothing.
     pub fn tick(&mut self, now: Duration) -> Effects<W> {
         for topic in self.topics(|round| round.stage == Stage::Gathering && round.expires <= now) {
             self.close(&topic, now);
@@ -348,7 +348,7 @@ impl<W> Node<W> {
         self.effects()
     }
 
-    /// When [`tick`](Node::tick) has something to do next.
+    /// Returns the time at which [`tick`](Node::tick) next has work to do.
     pub fn due(&self) -> Option<Duration> {
         let rounds = self.rounds.values().filter_map(Round::due);
         let parent = self.parent.as_ref().and_then(|parent| match parent.watch.is_silent() {
@@ -359,7 +359,7 @@ impl<W> Node<W> {
         rounds.chain(parent).chain(children).min()
     }
 
-    /// What this node knows of the ranks that a round waits for.
+    /// Returns the ranks that a round waits for, as far as this node knows.
     pub fn absent(&self, topic: &str) -> Absent {
         let mut absent = Absent::default();
         let Some(round) = self.rounds.get(topic) else { return absent };
@@ -380,7 +380,7 @@ impl<W> Node<W> {
         absent
     }
 
-    /// Whether messages of that rank are accepted: it is a child, and not lost.
+    /// Returns whether messages of that rank are accepted: it is a child, and not lost.
     pub fn counts(&self, child: u32) -> bool {
         self.children.iter().any(|known| known.subtree.start == child && !known.is_lost)
     }
@@ -412,7 +412,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// Sends every child that is not lost what `word` returns for its subtree.
+    /// Sends every child that is not lost the message that `word` returns for its subtree.
     fn down(&mut self, word: impl Fn(&Range<u32>) -> Option<FromParent>) {
         for child in self.children.iter_mut().filter(|child| !child.is_lost) {
             if let Some(word) = word(&child.subtree) {
@@ -475,7 +475,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// When to watch the parent; `None` if no round waits for it.
+    /// Returns when to watch the parent; `None` if no round waits for it.
     fn wants_parent(&self) -> Option<Wanted> {
         self.rounds.values().filter(|round| round.waits_for_parent()).map(Round::wanted).reduce(Wanted::and)
     }
@@ -506,7 +506,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// Stops waiting for ranks to come; waits only for the children's reports.
+    /// Stops waiting for contributions; waits only for the children's reports.
     fn close(&mut self, topic: &str, now: Duration) {
         let Some(round) = self.rounds.get_mut(topic) else { return };
         round.stage = Stage::Closing { until: now.saturating_add(CLOSING * self.height) };
@@ -583,7 +583,7 @@ impl<W> Node<W> {
         }
     }
 
-    /// At rank 0, sets the first lost rank; other nodes report the loss to their parent.
+    /// Sets the first lost rank at rank 0; other nodes report the loss to their parent.
     fn report_lost(&mut self, rank: u32, cause: String, now: Duration) {
         if self.parent.is_none() {
             self.set_lost(rank, cause, now);
@@ -614,19 +614,19 @@ impl<W> Node<W> {
 }
 
 impl Child {
-    /// Its subtree, and whether it is silent.
+    /// Returns the child's subtree, and whether the child is silent.
     fn known(&self) -> (&Range<u32>, bool) {
         (&self.subtree, self.watch.is_silent() && !self.is_lost)
     }
 }
 
-/// When to watch that child; `None` if no round waits for it.
+/// Returns when to watch that child; `None` if no round waits for it.
 fn wants<W>(rounds: &BTreeMap<String, Round<W>>, child: &Child) -> Option<Wanted> {
     let waiting = rounds.values().filter(|round| !child.is_lost && round.waits_for_child(child.subtree.start));
     waiting.map(Round::wanted).reduce(Wanted::and)
 }
 
-/// The error of a rank that contributed in time and got no answer in time.
+/// Returns the error of a rank that contributed in time and got no answer in time.
 fn undecided(topic: &str, deadline: Duration) -> Error {
     Error::Unavailable(format!(
         "rank 0 has not answered on {topic:?} within twice the deadline of {deadline:?}; the outcome is unknown"

@@ -1,5 +1,5 @@
-//! Connections between pairs of ranks, over which they swap messages in rounds. This is bulk transport, apart from
-//! the tree on which ranks agree.
+//! Connects pairs of ranks, which swap messages in rounds. This is bulk transport, apart from the tree on which ranks
+//! agree.
 //!
 //! # Protocol
 //!
@@ -33,20 +33,20 @@ use tokio::time::timeout;
 use self::handshake::{Link, This, abstract_path, answer_local, answer_remote, connect, nonce};
 use crate::{Coord, Error};
 
-/// Connections without a proof yet, at most: more wait until one of them has proven it, or is closed.
+/// Maximum number of connections without a proof; more wait until one of them has proven itself, or is closed.
 const UNPROVEN_MAX: usize = 128;
 
-/// How long to wait after a connection could not be accepted.
+/// Pause after a connection could not be accepted.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// A message, in pieces that follow each other: several peers may be sent the same ones.
+/// A message, as consecutive pieces, which messages to several peers may share.
 pub type Message = Vec<Arc<Vec<u8>>>;
 
-/// This rank, connecting with its peers.
+/// A rank that is connecting with its peers.
 pub struct Joining {
     runtime: Runtime,
     socket: TcpListener,
-    /// None if the system has no abstract sockets, or refuses them.
+    /// Abstract Unix socket; `None` if the system has none, or refuses them.
     local_socket: Option<UnixListener>,
     address: String,
     this: This,
@@ -56,7 +56,7 @@ pub struct Joining {
     answering: JoinSet<Option<(u32, Link)>>,
 }
 
-/// A connection with each peer.
+/// Connections with every peer.
 pub struct Peers {
     runtime: Runtime,
     links: BTreeMap<u32, Link>,
@@ -65,10 +65,10 @@ pub struct Peers {
 }
 
 impl Joining {
-    /// Listens on a free port at the coordinator's host. `purpose` is the same on all ranks that are to be connected,
-    /// and another one each time.
+    /// Listens on a free port at the coordinator's host. `purpose` must be the same on all ranks that are to be
+    /// connected, and differ each time.
     ///
-    /// Peers on this machine are given the descriptor that is `offered`, if they can be.
+    /// Peers on this machine get the descriptor `offered`, if the system can pass it.
     ///
     /// # Errors
     /// [`Error::Unavailable`] when the host cannot be listened on.
@@ -102,7 +102,8 @@ impl Joining {
         })
     }
 
-    /// Where peers connect: `host:port`, and behind a space the name of the machine's abstract Unix socket, if any.
+    /// Returns the address for peers: `host:port`, and after a space the name of the machine's abstract Unix socket, if
+    /// any.
     pub fn address(&self) -> &str {
         &self.address
     }
@@ -157,7 +158,8 @@ impl Joining {
         Ok(self.expected.iter().copied().filter(|rank| !self.links.contains_key(rank)).collect())
     }
 
-    /// What peers on this machine offered, each once. Complete when [`go_on`](Joining::go_on) finds no peer missing.
+    /// Takes the descriptors that peers on this machine offered. Complete when [`go_on`](Joining::go_on) returns no
+    /// peer.
     pub fn take_offered(&mut self) -> BTreeMap<u32, OwnedFd> {
         let offered = |(&rank, link): (&u32, &mut Link)| match link {
             Link::Local(_, offered) => offered.take().map(|descriptor| (rank, descriptor)),
@@ -166,7 +168,7 @@ impl Joining {
         self.links.iter_mut().filter_map(offered).collect()
     }
 
-    /// The connections, when every peer has one. `deadline` bounds every round; no message is longer than
+    /// Returns the connections; every peer must have one. `deadline` bounds every round; no message may be longer than
     /// `message_bytes_max`.
     pub fn joined(self, deadline: Duration, message_bytes_max: u64) -> Peers {
         Peers { runtime: self.runtime, links: self.links, message_bytes_max, deadline }
@@ -174,12 +176,12 @@ impl Joining {
 }
 
 impl Peers {
-    /// Sends each peer its message and receives one of each; all at once. The connection with a peer that has no entry
-    /// in `messages` is closed.
+    /// Sends each peer its message and receives one from each, all at once. Closes the connection with a peer that has
+    /// no entry in `messages`.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] naming the first peer that was lost or sent nothing within the deadline. With all other
-    /// peers the round was completed.
+    /// [`Error::Unavailable`] naming the first peer that was lost or sent nothing within the deadline. The round was
+    /// completed with all other peers.
     pub fn swap(&mut self, messages: BTreeMap<u32, Message>) -> Result<BTreeMap<u32, Vec<u8>>, Error> {
         let mut links = std::mem::take(&mut self.links);
         let (deadline, bytes_max) = (self.deadline, self.message_bytes_max);

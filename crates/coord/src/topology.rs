@@ -1,4 +1,4 @@
-//! The tree of ranks, computed alike on every rank from three numbers.
+//! Computes the tree of ranks, alike on every rank, from three numbers.
 //!
 //! Every subtree is a run of consecutive ranks under its lowest one. Ranks of a node come first under the lowest rank
 //! of that node; groups of nodes come under the lowest rank of the group, groups of groups likewise, until rank 0 is
@@ -10,10 +10,11 @@ use std::ops::Range;
 
 use crate::Error;
 
-/// A leader needs one child for the rest of its node and two for other nodes, or the depth would not be logarithmic.
+/// Smallest fan-out at which nodes are kept together: a leader needs one child for the rest of its node and two for
+/// other nodes, or the depth would not be logarithmic.
 const FAN_OUT_OF_NODES_MIN: u32 = 3;
 
-/// The tree of one job.
+/// Tree of the ranks of one job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Topology {
     world: u32,
@@ -22,15 +23,15 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// The default fan-out: the ranks of a usual node and two dozen groups of nodes below one rank, so 100,000 ranks
+    /// Default fan-out: the ranks of a usual node and two dozen groups of nodes below one rank, so that 100,000 ranks
     /// are five levels.
     pub const FAN_OUT_DEFAULT: u32 = 32;
 
-    /// The tree of `world` ranks, of which each run of `local_world` shares a node (the last one may be smaller),
-    /// where no rank has more than `fan_out` children.
+    /// Makes the tree of `world` ranks, in which each run of `local_world` shares a node (the last one may be smaller)
+    /// and no rank has more than `fan_out` children.
     ///
-    /// Nodes only determine which messages travel within a machine. If real nodes have other sizes, the tree is valid
-    /// all the same.
+    /// Nodes only determine which messages stay within a machine. If real nodes have other sizes, the tree is still
+    /// valid.
     ///
     /// # Errors
     /// [`Error::Invalid`] when `world` or `local_world` is 0, or `fan_out` is below 2.
@@ -48,42 +49,43 @@ impl Topology {
         Ok(Topology { world, local_world: local_world.min(world), fan_out })
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn world(&self) -> u32 {
         self.world
     }
 
-    /// The number of ranks on a node.
+    /// Returns the number of ranks on a node.
     pub fn local_world(&self) -> u32 {
         self.local_world
     }
 
-    /// The most children that a rank may have.
+    /// Returns the most children that a rank may have.
     pub fn fan_out(&self) -> u32 {
         self.fan_out
     }
 
-    /// The rank that `rank` reports to; none for rank 0 and for what is no rank.
+    /// Returns the rank that `rank` reports to; `None` for rank 0 and for a number that is no rank.
     pub fn parent(&self, rank: u32) -> Option<u32> {
         self.position(rank).parent
     }
 
-    /// `rank` and everything below it; empty for what is no rank.
+    /// Returns `rank` and all ranks below it; empty for a number that is no rank.
     pub fn subtree(&self, rank: u32) -> Range<u32> {
         self.position(rank).subtree
     }
 
-    /// The subtrees below `rank` in ascending order; the first rank of each is the child.
+    /// Returns the subtrees below `rank` in ascending order; the first rank of each is the child.
     pub fn children(&self, rank: u32) -> Vec<Range<u32>> {
         self.position(rank).children
     }
 
-    /// The number of levels below `rank`; 0 when it has no children.
+    /// Returns the number of levels below `rank`; 0 when it has no children.
     pub fn height(&self, rank: u32) -> u32 {
         self.position(rank).height
     }
 
-    /// Of the parts within a node and of the groups of nodes, the largest are the deepest.
+    /// Returns the number of levels in `below`. The largest part within a node and the largest group of nodes are the
+    /// deepest.
     fn levels(&self, below: &[Range<u32>]) -> u32 {
         let is_group = |subtree: &&Range<u32>| subtree.start.is_multiple_of(self.local_world);
         let largest =
@@ -95,7 +97,7 @@ impl Topology {
         deepest.into_iter().flatten().map(|subtree| 1 + self.levels(&self.split(subtree))).max().unwrap_or(0)
     }
 
-    /// A rank's position, found on one walk down the tree.
+    /// Finds a rank's position, on one walk down the tree.
     pub(crate) fn position(&self, rank: u32) -> Position {
         let (mut parent, mut subtree) = (None, 0..self.world);
         while subtree.start != rank {
@@ -110,7 +112,7 @@ impl Topology {
         Position { parent, subtree, children, height }
     }
 
-    /// The subtrees below the first rank of `subtree`.
+    /// Returns the subtrees below the first rank of `subtree`.
     fn split(&self, subtree: Range<u32>) -> Vec<Range<u32>> {
         let Range { start, end } = subtree;
         let local_world = if self.fan_out < FAN_OUT_OF_NODES_MIN { 1 } else { self.local_world };
@@ -128,7 +130,7 @@ impl Topology {
     }
 }
 
-/// One rank in the tree.
+/// Position of one rank in the tree.
 pub(crate) struct Position {
     pub(crate) parent: Option<u32>,
     pub(crate) subtree: Range<u32>,
@@ -136,7 +138,7 @@ pub(crate) struct Position {
     pub(crate) height: u32,
 }
 
-/// `count` things in `parts` runs that differ by one at most.
+/// Divides `count` items into `parts` runs that differ by one at most.
 fn deal(count: u32, parts: u32) -> impl Iterator<Item = Range<u32>> {
     let at = move |part: u32| (u64::from(count) * u64::from(part) / u64::from(parts)) as u32;
     (0..parts).map(move |part| at(part)..at(part + 1))

@@ -18,24 +18,24 @@ pub(crate) mod proto {
 
 use proto::{downward, ended, upward};
 
-/// More ranks than any job has: bounds the memory of a list of ranks.
+/// Limit on the ranks in a list, which bounds its memory: more than any job has.
 const RANKS_MAX: u64 = 1 << 24;
 
-/// A message of a link, as bytes.
+/// A message of a link that can be encoded as bytes.
 pub trait Encoded: Sized {
-    /// Whether it overtakes all others: it has no number and is short.
+    /// Returns whether the message overtakes all others: it has no number and is short.
     fn is_urgent(&self) -> bool;
 
-    /// The answer to a ping.
+    /// Returns the answer to a ping.
     fn lives() -> Self;
 
-    /// The encoded bytes.
+    /// Encodes the message.
     fn encode(self) -> Vec<u8>;
 
-    /// The message of these bytes. Payloads are parts of them, not copies.
+    /// Decodes a message. Its payloads are slices of `bytes`, not copies.
     ///
     /// # Errors
-    /// Why they are no such message.
+    /// A message that says what is invalid.
     fn decode(bytes: Bytes) -> Result<Self, String>;
 }
 
@@ -175,7 +175,7 @@ fn bundle(bundle: proto::Bundle) -> Result<Bundle, String> {
     if u64::from(ranks) > RANKS_MAX {
         return Err(format!("payloads of {ranks} ranks, the most is {RANKS_MAX}"));
     }
-    // Of different payloads one at most is empty, so the bytes at hand bound the memory.
+    // At most one of several different payloads is empty, so the bytes at hand bound the memory.
     if distinct as usize > payloads.len() + 1 {
         return Err(format!("{distinct} different payloads in {} bytes", payloads.len()));
     }
@@ -258,7 +258,7 @@ fn error(topic: &str, error: ended::Error) -> Result<Error, String> {
     })
 }
 
-/// 584 years at most.
+/// Converts to nanoseconds, at most 584 years.
 fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -318,7 +318,7 @@ mod tests {
             ),
             (answer(bundle(3, 2, &[1, 2], &[1; 4])), "places: a run of 4 where 3 numbers are left"),
             (answer(bundle(2, 2, &[1, 1], &[])), "payloads of 2 bytes in 3"),
-            (answer(bundle(2, 2, &[3], &[])), "lengths: numbers that were cut short"),
+            (answer(bundle(2, 2, &[3], &[])), "lengths: truncated numbers"),
             (answer(bundle(9, 5, &[], &[])), "5 different payloads in 3 bytes"),
             (answer(bundle(u32::MAX, 1, &[3], &[])), "payloads of 4294967295 ranks, the most is 16777216"),
             (missing(0, u32::MAX), "4294967295 missing ranks, the most is 16777216"),

@@ -1,4 +1,4 @@
-//! The manifest of what all ranks wrote: every element of every leaf exactly once.
+//! Assembles the manifest from the writes of all ranks: every element of every leaf exactly once.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use shardfast_transfer::error::{Error, Result};
 use crate::plans::Value;
 use crate::receipt::{FileShape, Receipt};
 
-/// The manifest of what all ranks wrote.
+/// Returns the manifest of the writes of all ranks.
 pub(crate) fn assemble(values: &[Value], info: SaveInfo, receipts: &[Receipt]) -> Result<Manifest> {
     let attempt = info.attempt.clone();
     let mut builder = ManifestBuilder::new(info);

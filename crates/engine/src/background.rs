@@ -31,7 +31,7 @@ pub(crate) struct Background {
 }
 
 impl Background {
-    /// As [`on_a_thread`], on a thread that preempts no other.
+    /// Runs like [`on_a_thread`], on a thread that preempts no other.
     pub(crate) fn run(&self, run: impl FnOnce() + Send + 'static, unable: impl FnOnce(io::Error) + Send + 'static) {
         let job: Job = Box::new(move || on_a_thread(run, unable));
         let refused = match self.maker.get_or_init(maker) {

@@ -23,7 +23,7 @@ use crate::state::{PartRange, State};
 /// Files to write.
 pub(crate) struct Batch {
     jobs: Result<Vec<FileJob>>,
-    /// What this rank holds and does not write; it is read for the comparison with other ranks' copies.
+    /// Ranges that this rank holds and does not write; they are read for the comparison with other ranks' copies.
     unwritten: Vec<PartRange>,
     /// The bytes of `unwritten`, in order, then those of `evidence`.
     summed: Vec<Summed>,
@@ -49,7 +49,7 @@ impl Batch {
         Batch { jobs, unwritten: Vec::new(), summed: Vec::new(), evidence: Vec::new(), shapes, placed }
     }
 
-    /// Sums what is written while it is written, and `unwritten`, which is read beside.
+    /// Sums the written bytes while they are written, and `unwritten`, which is read beside.
     pub(crate) fn comparing(mut self, state: &State, unwritten: Vec<PartRange>) -> Batch {
         match (&mut self.jobs, replicas::summed(state, &unwritten)) {
             (Ok(jobs), Ok(summed)) => {
@@ -62,7 +62,7 @@ impl Batch {
         Batch { unwritten, ..self }
     }
 
-    /// Reads where the program has what the save holds already, and compares.
+    /// Reads the program's own bytes where the save holds copies already, and compares them.
     pub(crate) fn proving(mut self, state: &State) -> Batch {
         self.evidence = state.providers.iter().flatten().flat_map(|provider| provider.evidence()).collect();
         let live = |one: &Evidence| Summed { provider: Arc::clone(&one.live), name: one.name.clone() };
@@ -108,10 +108,10 @@ impl Batch {
     }
 }
 
-/// Compares what the save held with what the program had when the save began.
+/// Compares the bytes that the save held with the program's bytes at the beginning of the save.
 ///
 /// # Errors
-/// `Invalid` with the first that differs.
+/// `Invalid` with the first difference.
 fn prove(evidence: &[Evidence], sums: &[u64]) -> Result<()> {
     for (one, &live) in evidence.iter().zip(sums) {
         if !(one.agrees)(live)? {
@@ -149,15 +149,15 @@ impl BatchOutcome {
         }
     }
 
-    /// The files with their sizes; both are in the order in which the files were laid out.
+    /// Returns the files with their sizes, both in the order in which the files were laid out.
     fn files(&self) -> Vec<(String, u64)> {
         self.paths.iter().cloned().zip(self.shapes.iter().map(|file| file.bytes)).collect()
     }
 
-    /// The checksums of what was written and of what was read beside.
+    /// Returns the checksums of the written bytes and of the bytes read beside.
     ///
     /// # Errors
-    /// Why this rank does not have them.
+    /// The reason why this rank does not have them.
     pub(crate) fn copies<'a>(&self, state: &'a State, scope: &'a Scope) -> Result<Copies<'a>> {
         if let Some(error) = &self.failure {
             return Err(error.clone());
@@ -171,10 +171,10 @@ impl BatchOutcome {
     }
 }
 
-/// The receipt of this rank's files for rank 0.
+/// Returns the receipt of this rank's files for rank 0.
 ///
 /// # Errors
-/// Why it was not written, or `Corrupt` when files have been removed since.
+/// The reason why it was not written, or `Corrupt` when files have been removed since.
 pub(crate) fn receipt(
     operation: &Operation,
     store: &dyn Store,
@@ -203,7 +203,7 @@ pub(crate) fn receipt(
     })
 }
 
-/// The structure of the files of tensors.
+/// Returns the structure of the files of tensors.
 fn structure(catalog: &Catalog, files: Vec<FileShape>, mut placed: Vec<Placed>) -> Structure {
     placed.sort_by_key(|placed| placed.piece.range);
     let mut placed = placed.into_iter().peekable();
@@ -244,7 +244,7 @@ mod tests {
     use crate::save::save_to;
     use crate::state::{Destination, Prove};
 
-    /// What happened, in order.
+    /// Log of the events, in order.
     static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
     fn noted(world: u32) -> Duration {
@@ -266,7 +266,7 @@ mod tests {
         }
     }
 
-    /// What happens in a save of one tensor.
+    /// Returns the events of a save of one tensor.
     fn log(store: Arc<dyn Store>) -> Vec<String> {
         let mut engine = Engine::new(shardfast_coord::solo(), 4 << 20).unwrap();
         Arc::get_mut(&mut engine).unwrap().spread = noted;

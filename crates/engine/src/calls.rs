@@ -1,4 +1,4 @@
-//! Which calls of the ranks belong together, also after a rank has left one out.
+//! Matches the calls of the ranks, also after a rank has left one out.
 //!
 //! # Protocol
 //!
@@ -29,7 +29,7 @@ use shardfast_transfer::error::{Error, Kind};
 /// Unmatched calls that are remembered, the latest.
 const UNMATCHED_MAX: usize = 64;
 
-/// What a rank calls, in as few bytes as tell it from any other call.
+/// Digest of a rank's call, which tells it from any other call.
 pub(crate) type Digest = [u8; 8];
 
 /// The calls of this rank.
@@ -42,7 +42,7 @@ pub(crate) struct Calls {
 struct State {
     /// The number of the next call.
     next: u64,
-    /// How often each save was begun, without attempts that certainly left no files. It makes the names of attempts
+    /// Number of begun saves by call, without attempts that certainly left no files. It makes the names of attempts
     /// different, and is the same on all ranks unless one of them has left a call out.
     attempts: HashMap<Digest, u32>,
     /// Calls of this rank that were unmatched since all ranks last met.
@@ -58,14 +58,14 @@ struct Waiting {
     is_told: bool,
 }
 
-/// How many calls each rank has left out since all ranks last met.
+/// Number of calls that each rank has left out since all ranks last met.
 #[derive(Default)]
 pub(crate) struct Absences(BTreeMap<u32, u64>);
 
 /// The identity of a call.
 pub(crate) struct CallId {
     pub(crate) what: String,
-    /// What distinguishes it from calls of the same description, such as the training step.
+    /// Detail that distinguishes it from calls of the same description, such as the training step.
     detail: String,
     number: AtomicU64,
 }
@@ -79,7 +79,7 @@ pub(crate) struct Call {
     attempt: u32,
     is_save: bool,
     digest: Digest,
-    /// Whether its attempt certainly leaves no files once it has ended.
+    /// `true` if its attempt certainly leaves no files once it has ended.
     is_void: AtomicBool,
 }
 
@@ -93,12 +93,12 @@ pub(crate) struct CallReport {
     unmatched: Vec<Digest>,
 }
 
-/// What a rank's call then has to do.
+/// Decision about a rank's call.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) enum Verdict {
-    /// It waits at the next number.
+    /// Waits at the next number.
     Again,
-    /// It fails with this error, encoded for messages. `attempts` sets the same number of attempts on all ranks.
+    /// Fails with this error, encoded for messages. `attempts` sets the same number of attempts on all ranks.
     Fails { error: String, attempts: Option<u32> },
 }
 
@@ -128,7 +128,8 @@ impl Calls {
         Call { calls, id, first_number, attempt, is_save, digest, is_void: AtomicBool::new(false) }
     }
 
-    /// A sentence for each call that has waited for `patience` and was not reported before, and whether any call waits.
+    /// Returns a sentence for each call that has waited for `patience` and was not reported before, and whether any
+    /// call waits.
     pub(crate) fn overdue(&self, patience: Duration, absent: impl Fn(u64) -> Absent) -> (Vec<String>, bool) {
         let mut state = self.state();
         let is_overdue = |waiting: &&mut Waiting| !waiting.is_told && waiting.since.elapsed() >= patience;
@@ -195,7 +196,7 @@ impl Call {
         is_last
     }
 
-    /// All ranks have met in this call.
+    /// Records that all ranks have met in this call.
     pub(crate) fn met(&self, has_failed: bool) {
         self.is_void.store(has_failed, Ordering::Relaxed);
         let mut state = self.calls.state();
@@ -203,7 +204,7 @@ impl Call {
         state.absences.0.clear();
     }
 
-    /// Notes that the call fails on all ranks that made it, since not all did. No files of it remain.
+    /// Records that the call fails on all ranks that made it, since not all did. No files of it remain.
     pub(crate) fn set_unmatched(&self) {
         self.is_void.store(true, Ordering::Relaxed);
         let mut state = self.calls.state();
@@ -212,7 +213,7 @@ impl Call {
         state.unmatched.drain(..surplus);
     }
 
-    /// Notes that these ranks have left a call out. Returns the error for the ranks that made it.
+    /// Records that `ranks` did not make the call. Returns the error for the ranks that made it.
     pub(crate) fn not_called(&self, ranks: &[u32], silent: &[u32], within: Duration) -> Error {
         let mut state = self.calls.state();
         let absences = &mut state.absences;
@@ -240,7 +241,7 @@ impl Call {
 }
 
 impl Drop for Call {
-    /// Not earlier, since until its end the call deletes files under the name of its attempt.
+    /// Counts the attempt only now, since until its end the call deletes files under the attempt's name.
     fn drop(&mut self) {
         if self.is_save && self.is_void.load(Ordering::Relaxed) {
             let mut state = self.calls.state();
@@ -253,7 +254,7 @@ impl Drop for Call {
 }
 
 impl Absences {
-    /// The error of a call that some ranks have left out.
+    /// Returns the error of a call that some ranks have left out.
     fn not_called(&self, what: &str, silent: &[u32], within: Duration) -> Error {
         let verb = verb(what);
         let mut by_calls: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
@@ -275,7 +276,7 @@ impl Absences {
     }
 }
 
-/// The ranks that have not called, as far as this rank knows; `None` if it knows of none.
+/// Returns the ranks that have not called, as far as this rank knows; `None` if it knows of none.
 fn not_come(absent: &Absent, verb: &str) -> Option<String> {
     let Absent { ranks, among } = absent;
     if !ranks.is_empty() {
@@ -286,7 +287,7 @@ fn not_come(absent: &Absent, verb: &str) -> Option<String> {
     (!among.is_empty()).then(|| format!("some of {} have not called {verb}", Ranks(&among)))
 }
 
-/// The verb that a user called.
+/// Returns the verb that a user called.
 fn verb(what: &str) -> &str {
     match what.split_once(' ').map_or(what, |(verb, _)| verb) {
         "open" | "match" => "load",
@@ -300,14 +301,14 @@ fn digest(what: &str, attempt: u32) -> Digest {
     digest
 }
 
-/// The error of a call that had failed on the other ranks before this rank made it.
+/// Returns the error of a call that had failed on the other ranks before this rank made it.
 pub(crate) fn too_late(what: &str, rank: u32, waited: Duration) -> Error {
     let verb = verb(what);
     let message = format!("{what}: rank {rank} called {verb} too late: the other ranks waited {waited:?} for it");
     Error::new(Kind::Unavailable, message)
 }
 
-/// The error of a call that would have to wait for ranks that are behind, and cannot.
+/// Returns the error of a call that would have to wait for ranks that are behind, and cannot.
 pub(crate) fn overtaken(what: &str, rank: u32) -> Error {
     let message = format!("{what}: the ranks are at different calls, and rank {rank} has already begun its next one");
     Error::new(Kind::Unavailable, message)
@@ -366,13 +367,13 @@ pub(crate) fn decide(reports: &[CallReport]) -> Vec<Verdict> {
 mod tests {
     use super::*;
 
-    /// A rank's report: whether it is late, what it calls, its unmatched calls.
+    /// Makes a rank's report: whether it is late, what it calls, its unmatched calls.
     fn report(is_late: bool, what: &str, unmatched: &[&str]) -> CallReport {
         let unmatched = unmatched.iter().map(|what| digest(what, 0)).collect();
         CallReport { what: what.to_owned(), attempt: 0, digest: digest(what, 0), is_late, unmatched }
     }
 
-    /// For each rank the end of its message; nothing where it waits.
+    /// Returns for each rank the end of its message; empty if it waits.
     fn verdicts(reports: &[CallReport]) -> Vec<String> {
         let text = |verdict: &Verdict| match verdict {
             Verdict::Again => String::new(),

@@ -19,7 +19,7 @@ use crate::foreign;
 pub struct Checkpoint {
     /// Engine that opened it.
     pub engine: Arc<Engine>,
-    /// Its data files.
+    /// Data files of the checkpoint.
     pub files: Files,
     /// Manifest, decoded and verified.
     pub manifest: Arc<Manifest>,
@@ -30,28 +30,28 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// What the checkpoint holds.
+    /// Returns the checkpoint's manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// The size of its manifest, in bytes.
+    /// Returns the size of its manifest, in bytes.
     pub fn manifest_bytes(&self) -> u64 {
         self.manifest_bytes
     }
 
-    /// The engine that opened it.
+    /// Returns the engine that opened it.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    /// Where it is.
+    /// Returns the checkpoint's URL.
     pub fn url(&self) -> &str {
         &self.url
     }
 
-    /// Merges what all ranks find about this checkpoint; every rank calls it and gets the same. `touched` are the
-    /// leaves that this rank has a place for, `problems` what prevents a load here.
+    /// Merges the findings of all ranks about this checkpoint; every rank calls it and gets the same. `touched` are the
+    /// leaves that this rank has a place for, `problems` the obstacles to a load here.
     ///
     /// # Errors
     /// When the ranks do not all call it in time, or one of them refuses.
@@ -82,12 +82,12 @@ impl Checkpoint {
         })
     }
 
-    /// [`Engine::refuse`] of the engine that opened this checkpoint.
+    /// Refuses like [`Engine::refuse`] of the engine that opened this checkpoint.
     pub fn refuse(&self, error: Error, deadline: Duration) -> Error {
         self.engine.refuse(error, deadline)
     }
 
-    /// The same checkpoint, whose requests have this timeout.
+    /// Returns the same checkpoint, whose requests have this timeout.
     pub fn within(mut self, timeout: Timeout) -> Checkpoint {
         self.files.timeout = timeout;
         self
@@ -111,7 +111,7 @@ impl Checkpoint {
     }
 }
 
-/// What all ranks find about a checkpoint.
+/// Findings of all ranks about a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct MatchSummary {
     /// The leaves that no rank has a place for.
@@ -120,19 +120,20 @@ pub struct MatchSummary {
     pub problems: Vec<(Vec<u32>, String)>,
 }
 
-/// Opens the checkpoint at `url`. Every rank of the engine must call it; rank 0 reads and hands the manifest on. Ranks
-/// wait for each other, and what they read later for the storage, as `timeout` tells.
+/// Opens the checkpoint at `url`. Every rank of the engine must call it; rank 0 reads and hands the manifest on.
+/// `timeout` bounds the ranks' waits for each other, and their later waits for the storage.
 ///
 /// # Errors
-/// The same on every rank: `NotFound` when no checkpoint is committed there (it says what is there instead), `Corrupt`,
-/// `Unsupported` for a newer format, the store's errors.
+/// The same on every rank: `NotFound` when no checkpoint is committed there (with a description of what is there
+/// instead), `Corrupt`, `Unsupported` for a newer format, the store's errors.
 pub fn open(engine: &Arc<Engine>, url: &str, timeout: impl Into<Timeout>) -> Result<Checkpoint> {
     let timeout = timeout.into();
     let store = engine.store(url, &timeout.shared()).map_err(|error| foreign::explained(url, error));
     open_from(engine, store, url, timeout)
 }
 
-/// [`open`] from a store that is already open at the checkpoint's place; `url` names the checkpoint in messages.
+/// Opens like [`open`] from a store that is already open at the checkpoint's place; `url` names the checkpoint in
+/// messages.
 ///
 /// # Errors
 /// As [`open`].
@@ -151,7 +152,7 @@ pub fn open_from(
     Ok(Checkpoint::new(engine, url, store?, &manifest)?.within(timeout))
 }
 
-/// The verified manifest at `url`, or an error that says what is there instead.
+/// Returns the verified manifest at `url`, or an error that describes what is there instead.
 pub fn read(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<Vec<u8>> {
     retry(timeout, || commit::read_manifest(store, "")).map_err(|error| {
         if error.kind != Kind::NotFound {

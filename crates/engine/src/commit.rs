@@ -40,16 +40,16 @@ use crate::together;
 /// Longer than any `COMMIT` of this format.
 pub(crate) const COMMIT_BYTES_MAX: u64 = 4096;
 
-/// How long a publish is tried; it counts as a part of how long the save lasts.
+/// Time for which a publish is tried; it counts as a part of the save's duration.
 const PUBLISH_MAX: Duration = Duration::from_secs(1800);
 
 /// The note of a manifest that tells how much of the checkpoint was captured ahead of the save and replayed.
 const REPLAYED: &str = "shardfast.replayed";
 
-/// How a commit failed.
+/// Failure of a commit.
 pub(crate) struct Failed {
     pub(crate) error: Error,
-    /// Whether it is certain that nothing was published.
+    /// `true` if it is certain that nothing was published.
     pub(crate) nothing_published: bool,
 }
 
@@ -116,7 +116,7 @@ pub(crate) fn commit(
     }
 }
 
-/// The notes that Shardfast itself made, by the beginning of their names.
+/// Returns the notes that Shardfast itself made, by the prefix of their names.
 fn own_notes(info: &SaveInfo) -> Notes {
     let own = info.user.iter().filter(|(name, _)| name.starts_with("shardfast."));
     own.map(|(name, text)| (name.clone(), text.clone())).collect()
@@ -137,7 +137,7 @@ pub(crate) fn still_there(store: &dyn Store, files: &[(String, u64)], within: Pa
     })
 }
 
-/// The data files of a manifest, with their sizes.
+/// Returns the data files of a manifest, with their sizes.
 pub(crate) fn files(manifest: &Manifest) -> impl Iterator<Item = (String, u64)> {
     manifest.files().iter().map(|file| (file.path.clone(), file.bytes))
 }
@@ -182,7 +182,7 @@ fn refuse_taken(store: &dyn Store, destination: &Destination) -> Result<()> {
     }
 }
 
-/// The commit record of the checkpoint in the directory `dir` of the store, `""` being its own place.
+/// Reads the commit record of the checkpoint in the directory `dir` of the store, `""` being its own place.
 ///
 /// # Errors
 /// `NotFound` when nothing is committed there; `Corrupt`; `Unsupported` when a newer version wrote it.
@@ -190,7 +190,7 @@ pub fn read_commit(store: &dyn Store, dir: &str) -> Result<Commit> {
     read_record(store, &below(dir, COMMIT))
 }
 
-/// The commit record in the object `name`.
+/// Reads the commit record in the object `name`.
 ///
 /// # Errors
 /// As [`read_commit`].
@@ -201,12 +201,12 @@ pub(crate) fn read_record(store: &dyn Store, name: &str) -> Result<Commit> {
     })
 }
 
-/// The name of an object of the checkpoint in the directory `dir`.
+/// Returns the name of an object of the checkpoint in the directory `dir`.
 fn below(dir: &str, name: &str) -> String {
     if dir.is_empty() { name.to_owned() } else { format!("{dir}/{name}") }
 }
 
-/// A whole object, which is `Corrupt` if it is larger than it can be.
+/// Reads a whole object, which is `Corrupt` if it is larger than it can be.
 fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
     store.read(name, bytes_max).map_err(|error| match error.kind {
         // A permission that is missing is invalid, too, and says nothing of the bytes.
@@ -217,7 +217,7 @@ fn read(store: &dyn Store, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
     })
 }
 
-/// The verified bytes of the manifest that is committed in the directory `dir` of the store.
+/// Returns the verified bytes of the manifest that is committed in the directory `dir` of the store.
 ///
 /// # Errors
 /// As [`read_commit`]; `Corrupt` when the manifest is missing or not the one that was committed.
@@ -225,7 +225,7 @@ pub fn read_manifest(store: &dyn Store, dir: &str) -> Result<Vec<u8>> {
     manifest_of(store, dir, &read_commit(store, dir)?)
 }
 
-/// The verified bytes of the manifest that this commit record of the checkpoint in the directory `dir` names.
+/// Returns the verified bytes of the manifest that this commit record of the checkpoint in the directory `dir` names.
 ///
 /// # Errors
 /// `Corrupt` when the manifest is missing or not the one that was committed; `NotFound` if the checkpoint has left.
@@ -263,7 +263,7 @@ pub fn missing(store: &dyn Store, file: &FileEntry, error: Error) -> Error {
     }
 }
 
-/// Whether the checkpoint in the directory `dir`, of which a file is missing, has no `COMMIT` any more.
+/// Returns whether the checkpoint in the directory `dir`, of which a file is missing, has no `COMMIT` any more.
 ///
 /// # Errors
 /// The store's errors, at the first try.
@@ -271,7 +271,7 @@ fn has_left(store: &dyn Store, dir: &str) -> Result<bool> {
     presence::is_there(store, &below(dir, COMMIT), Duration::ZERO).map(|is_there| !is_there)
 }
 
-/// Reads again what is not what was saved: a bit may have turned on the way, while the storage has it right.
+/// Reads again if the bytes are not the saved ones: a bit may have flipped on the way, while the storage has it right.
 fn twice<T>(read: impl Fn() -> Result<T>) -> Result<T> {
     match read() {
         Err(error) if error.kind == Kind::Corrupt => read(),
@@ -279,7 +279,7 @@ fn twice<T>(read: impl Fn() -> Result<T>) -> Result<T> {
     }
 }
 
-/// The note of what was replayed on all ranks, and proven; `None` if nothing was.
+/// Returns the note of the replays on all ranks, which were proven; `None` if there were none.
 fn replayed(receipts: &[Receipt]) -> Option<String> {
     let mut bytes = BTreeMap::<&str, u64>::new();
     for (variant, of_rank) in receipts.iter().flat_map(|receipt| &receipt.replayed) {
@@ -301,7 +301,7 @@ fn info(destination: &Destination, attempt: &str, world: u32) -> SaveInfo {
     }
 }
 
-/// The commit record of this manifest.
+/// Makes the commit record of this manifest.
 pub fn record(manifest: &[u8], attempt: &str) -> Commit {
     Commit {
         major: FORMAT_MAJOR,
@@ -313,8 +313,8 @@ pub fn record(manifest: &[u8], attempt: &str) -> Commit {
     }
 }
 
-/// Step 3. The indexes come last, to keep the time until step 4 short: they alone have names that rival attempts share,
-/// and an attempt that dies after replacing the index of a rival's checkpoint leaves its own there.
+/// Performs step 3. The indexes come last, to keep the time until step 4 short: they alone have names that rival
+/// attempts share, and an attempt that dies after replacing the index of a rival's checkpoint leaves its own there.
 fn prepare(
     store: &dyn Store,
     destination: &Destination,
@@ -355,8 +355,8 @@ pub fn repeat(
         .map_err(|error| error.within(format_args!("copy to {url}")))
 }
 
-/// Step 4. Retried only while no record is visible: a visible record that is not durable cannot be made so by a second
-/// sync, since the system may have dropped what it could not write.
+/// Performs step 4. Retried only while no record is visible: a second sync cannot make a visible record durable, since
+/// the system may have dropped the bytes that it could not write.
 fn publish(store: &dyn Store, commit: &Commit, patience: Patience<'_>) -> Result<()> {
     let mut outcome = Ok(());
     retry(patience, || {
@@ -370,7 +370,7 @@ fn publish(store: &dyn Store, commit: &Commit, patience: Patience<'_>) -> Result
     .and(outcome)
 }
 
-/// The indexes of all keys; `None` for a key that has none.
+/// Returns the indexes of all keys; `None` for a key that has none.
 fn indexes(manifest: &Manifest) -> impl Iterator<Item = (String, Option<Vec<u8>>)> {
     let mut keys: Vec<&str> = (0..manifest.len()).map(|leaf| manifest.leaf(leaf).key).collect();
     keys.dedup();

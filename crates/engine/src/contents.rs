@@ -1,4 +1,4 @@
-//! What a checkpoint's directory holds, and which of it is Shardfast's own.
+//! Lists a checkpoint's directory, and tells Shardfast's own files from others.
 //!
 //! Its own are the files that the checkpoint's manifest names, and all files with names that saves give, of any
 //! attempt: a crashed save leaves such files, and the next one goes to the same place. Everything else is foreign: it
@@ -21,11 +21,11 @@ const FOREIGN_MAX: usize = 4;
 /// A file of Shardfast's own.
 #[derive(Debug)]
 pub struct Own {
-    /// Its path, relative to the directory.
+    /// Path, relative to the directory.
     pub path: String,
     /// Size in bytes.
     pub bytes: u64,
-    /// When it was last changed, by the store's clock.
+    /// Time of the last change, by the store's clock.
     pub modified: Option<SystemTime>,
 }
 
@@ -36,14 +36,14 @@ pub struct Contents {
     pub own: Vec<Own>,
     /// Directories, all of them below the first one.
     pub dirs: Vec<String>,
-    /// When any of them was last changed, where directories have times.
+    /// Time of the last change of any of them, if directories have times.
     pub dirs_modified: Option<SystemTime>,
-    /// The first few of everything else.
+    /// The first few of all other names.
     pub foreign: Vec<String>,
 }
 
-/// What is in the directory `dir` of a store (`""` is its root), down to so many levels below it. Stops early where it
-/// finds foreign things. `manifest` is that of the checkpoint there, if there is one.
+/// Lists the directory `dir` of a store (`""` is its root), down to `levels` levels below it. Stops early if it finds
+/// foreign files. `manifest` is that of the checkpoint there, if there is one.
 ///
 /// # Errors
 /// The store's errors. A missing directory is none.
@@ -57,7 +57,7 @@ pub(crate) fn survey(
     survey_within(store, dir, manifest, levels, timeout.into(), true)
 }
 
-/// All own files in the directory `dir` of a store and below it, whatever else is there.
+/// Lists all own files in the directory `dir` of a store and below it, beside any others.
 ///
 /// # Errors
 /// The store's errors. A missing directory is none.
@@ -65,7 +65,7 @@ pub fn own(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<Contents> 
     survey_within(store, dir, None, LEVELS_MAX, timeout.into(), false)
 }
 
-/// [`survey`] whose requests are tried for so long at most, and which may go on where it finds foreign things.
+/// Lists like [`survey`]: retries requests for `within` at most, and may continue where it finds foreign files.
 fn survey_within(
     store: &dyn Store,
     dir: &str,
@@ -104,12 +104,12 @@ fn survey_within(
 }
 
 impl Contents {
-    /// Whether there is a file of this path.
+    /// Returns whether there is a file of this path.
     pub fn has(&self, path: &str) -> bool {
         self.own.iter().any(|own| own.path == path)
     }
 
-    /// The foreign names as text; `None` if there are none.
+    /// Returns the foreign names as text; `None` if there are none.
     pub(crate) fn foreign_names(&self) -> Option<String> {
         let named = self.foreign.iter().take(FOREIGN_MAX - 1).cloned().collect::<Vec<_>>().join(", ");
         match self.foreign.len() {
@@ -120,8 +120,8 @@ impl Contents {
     }
 }
 
-/// Refuses a place for a new checkpoint that holds foreign files; its requests are tried for `within` at most. With
-/// `levels` of 0 it looks only at the directory itself.
+/// Refuses a place for a new checkpoint that holds foreign files; retries its requests for `within` at most. With
+/// `levels` of 0 it examines only the directory itself.
 ///
 /// # Errors
 /// `Invalid`, naming what was found; the store's errors.
@@ -154,7 +154,7 @@ fn list(store: &dyn Store, dir: &str, within: Patience<'_>) -> Result<Vec<Entry>
     retry(within, list)
 }
 
-/// The path of `name` in `dir`; either may be empty.
+/// Returns the path of `name` in `dir`; either may be empty.
 pub fn join(dir: &str, name: &str) -> String {
     match (dir, name) {
         ("", name) => name.to_owned(),
@@ -163,7 +163,7 @@ pub fn join(dir: &str, name: &str) -> String {
     }
 }
 
-/// Whether an NFS client gives this name to a file that was removed while it was open.
+/// Returns whether an NFS client gives this name to a file that was removed while it was open.
 fn is_silly(name: &str) -> bool {
     name.starts_with(".nfs")
 }

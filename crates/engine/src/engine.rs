@@ -1,4 +1,4 @@
-//! The job's engine: what all of its saves and loads share.
+//! Holds the job's engine: the state that all of its saves and loads share.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -17,19 +17,19 @@ use crate::background::Background;
 use crate::calls::Calls;
 use crate::plans;
 
-/// A save that has lasted so long fails instead of committing: a sweep may take what is twice as old.
+/// Duration from which a save fails instead of committing: a sweep may remove files of twice that age.
 pub const SAVE_MAX: Duration = Duration::from_secs(3 * 3600);
 
 /// The longest [`spread`].
 const SPREAD_MAX_MS: u64 = 1000;
 
-/// A random pause before the first request of each rank: services refuse many that begin at one moment. At most a
-/// millisecond for each of `world` ranks, and [`SPREAD_MAX_MS`].
+/// Returns a random pause before the first request of each rank: services refuse many requests that begin at one
+/// moment. At most a millisecond for each of `world` ranks, and [`SPREAD_MAX_MS`].
 fn spread(world: u32) -> Duration {
     random_below(u64::from(world).min(SPREAD_MAX_MS))
 }
 
-/// The most that one data file holds.
+/// Largest sizes of one data file.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FileLimits {
     /// Bytes of data. Each 64 KiB of them take 16 bytes of the header.
@@ -39,34 +39,34 @@ pub(crate) struct FileLimits {
 }
 
 impl Default for FileLimits {
-    /// 16 MiB of header for checksums and 64 MiB for names: below the format's 100 MB.
+    /// Allows 16 MiB of header for checksums and 64 MiB for names: below the format's 100 MB.
     fn default() -> FileLimits {
         FileLimits { data_bytes: 64 << 30, entries_bytes: 64 << 20 }
     }
 }
 
-/// What the saves and loads of one job share: the other ranks, staging memory, the last plan.
+/// State that the saves and loads of one job share: the other ranks, staging memory, the last plan.
 pub struct Engine {
     pub(crate) coord: Arc<dyn Ranks>,
     pub(crate) staging: Arc<Staging>,
-    /// What its stores share.
+    /// State that its stores share.
     pub(crate) storage: Arc<shardfast_store::Shared>,
     accelerators: Accelerators,
     pub(crate) background: Background,
     pub(crate) plans: std::sync::Mutex<plans::Plans>,
     /// The same for all saves; tests lower it.
     pub(crate) file_limits: FileLimits,
-    /// How long a save may last; tests lower it.
+    /// Longest duration of a save; tests lower it.
     pub(crate) save_max: Duration,
-    /// The pause of a rank of so many before its first request; tests have another.
+    /// Function of the world's size that returns a rank's pause before its first request; tests have another.
     pub(crate) spread: fn(u32) -> Duration,
     pub(crate) calls: Arc<Calls>,
-    /// Timeout of what has no deadline.
+    /// Timeout of calls without a deadline.
     timeout: Timeout,
 }
 
 impl Engine {
-    /// An engine whose operations are agreed through `coord`, in at most `staging_bytes` of staging memory.
+    /// Makes an engine whose operations are agreed through `coord`, with at most `staging_bytes` of staging memory.
     ///
     /// # Errors
     /// `Invalid` for a budget below [`STAGING_BYTES_MIN`](shardfast_transfer::staging::STAGING_BYTES_MIN).
@@ -74,12 +74,12 @@ impl Engine {
         Ok(Engine::with(coord, Staging::new(staging_bytes)?))
     }
 
-    /// An engine of one rank with the default staging budget.
+    /// Makes an engine of one rank with the default staging budget.
     pub fn solo() -> Arc<Engine> {
         Engine::waiting(Timeout::default())
     }
 
-    /// [`solo`](Engine::solo), where calls without a deadline, such as copies, have this timeout.
+    /// Makes an engine like [`solo`](Engine::solo), where calls without a deadline, such as copies, have this timeout.
     pub fn waiting(timeout: Timeout) -> Arc<Engine> {
         let staging = Staging::at_least(staging_bytes_default(1));
         let accelerators = Accelerators::new(&staging);
@@ -91,7 +91,7 @@ impl Engine {
         Engine::on(coord, staging, accelerators, Timeout::default())
     }
 
-    /// An engine of one rank whose accelerators are those of the driver in that library.
+    /// Makes an engine of one rank whose accelerators are those of the driver in that library.
     ///
     /// # Errors
     /// As [`Engine::new`].
@@ -122,12 +122,12 @@ impl Engine {
         Engine::with(Arc::clone(&self.coord), staging)
     }
 
-    /// Staging memory that saves and loads share.
+    /// Returns the staging memory that saves and loads share.
     pub fn staging(&self) -> &Arc<Staging> {
         &self.staging
     }
 
-    /// Devices whose memory is saved and loaded, if there are any.
+    /// Returns the devices whose memory is saved and loaded.
     pub fn accelerators(&self) -> &Accelerators {
         &self.accelerators
     }
@@ -148,27 +148,27 @@ impl Engine {
         Ok(planned.writes)
     }
 
-    /// The store at a URL, for reading, with what this engine's stores share.
+    /// Opens the store at a URL, for reading, with the state that this engine's stores share.
     pub fn store(&self, url: &str, timeout: &Timeout) -> Result<Arc<dyn Store>> {
         retry(timeout, || Ok(shardfast_store::open_on(url, &self.storage)?))
     }
 
-    /// The timeout of calls that have no deadline.
+    /// Returns the timeout of calls that have no deadline.
     pub fn timeout(&self) -> &Timeout {
         &self.timeout
     }
 
-    /// This rank's number.
+    /// Returns this rank's number.
     pub fn rank(&self) -> u32 {
         self.coord.rank()
     }
 
-    /// The name of this meeting of ranks.
+    /// Returns the name of this meeting of ranks.
     pub(crate) fn meeting(&self) -> [u8; 16] {
         self.coord.meeting().0
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn world(&self) -> u32 {
         self.coord.world()
     }

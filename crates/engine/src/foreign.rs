@@ -20,7 +20,7 @@ const SAFETENSORS: &str = "of plain safetensors: load it with `safetensors.torch
 const DCP: &str = "`torch.distributed.checkpoint.load` loads it, and `sf.save` then saves the state as a checkpoint of \
                    Shardfast";
 
-/// Says what a directory without a `COMMIT` is, and what to do about it.
+/// Describes a directory without a `COMMIT`, with what to do about it.
 pub(crate) fn directory(entries: &[Entry]) -> String {
     let files = || files(entries);
     let ending = |endings: &[&str]| files().filter(|name| endings.iter().any(|end| name.ends_with(end))).count();
@@ -54,7 +54,7 @@ pub(crate) fn directory(entries: &[Entry]) -> String {
 /// Refuses a run without steps where another program's checkpoint is: a restore would silently begin anew.
 ///
 /// # Errors
-/// `Invalid`, with what is there.
+/// `Invalid`, with a description of what is there.
 pub(crate) fn refuse_as_run(url: &str, entries: &[Entry]) -> Result<()> {
     match sharded(entries) {
         Some(what) => Err(Error::invalid(format!("{url}: expected a run, a directory of checkpoints: {what}"))),
@@ -74,7 +74,7 @@ fn files(entries: &[Entry]) -> impl Iterator<Item = &str> {
     entries.iter().filter(|entry| !entry.is_dir).map(|entry| entry.name.as_str())
 }
 
-/// Adds to the error of opening a place what is there, if that is a file.
+/// Adds a description of the file to the error of opening a place that is a file.
 pub(crate) fn explained(url: &str, error: Error) -> Error {
     if error.kind != Kind::Invalid {
         return error;
@@ -97,7 +97,7 @@ pub(crate) fn explained(url: &str, error: Error) -> Error {
     Error::new(error.kind, format!("{url}: expected a directory that holds a checkpoint, found {what}"))
 }
 
-/// Says what a file is, by its first bytes and its name, and what to do about it.
+/// Describes a file, by its first bytes and its name, with what to do about it.
 fn file(name: &str, head: &[u8]) -> String {
     let ends = |endings: &[&str]| endings.iter().any(|end| name.to_ascii_lowercase().ends_with(end));
     let length = head.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes));

@@ -1,4 +1,4 @@
-//! Which parts and values go into which data file of a rank, and where in it.
+//! Assigns parts and values to the data files of a rank, and to positions in them.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -17,26 +17,26 @@ use crate::state::{PartRange, State, leaf_region};
 pub(crate) struct Layout {
     /// The files, in order.
     pub(crate) jobs: Vec<FileJob>,
-    /// How each of them looks.
+    /// Structures of the files.
     pub(crate) shapes: Vec<FileShape>,
-    /// What lies in them: file by file, in the order of the entries.
+    /// Pieces in the files: file by file, in the order of the entries.
     pub(crate) placed: Vec<Placed>,
 }
 
-/// Where a piece lies.
+/// Position of a piece.
 pub(crate) struct Placed {
     pub(crate) piece: Piece,
     /// Index of the file.
     pub(crate) file: u32,
-    /// From the file's start.
+    /// Offset from the file's start, in bytes.
     pub(crate) offset: u64,
 }
 
 /// A part of a tensor, as much of it as this rank writes into one file; or a value.
 pub(crate) struct Piece {
-    /// Where its bytes are.
+    /// Range of its bytes in the state.
     pub(crate) range: PartRange,
-    /// Its region of the tensor; the bytes of a value.
+    /// Region of the tensor; the bytes of a value.
     pub(crate) region: Region,
 }
 
@@ -82,7 +82,7 @@ impl Layout {
     }
 }
 
-/// What goes into one file.
+/// Contents of one file.
 #[derive(Default)]
 struct Contents {
     names: HashSet<String>,
@@ -122,7 +122,7 @@ fn spread(rank: u32, state: &State, writes: &[Write], limits: FileLimits) -> Res
     Ok(files)
 }
 
-/// Cuts what is to be written into pieces of at most so many bytes, but at least one element; a value stays whole.
+/// Cuts a write into pieces of at most `bytes_max` bytes, but at least one element; a value stays whole.
 fn pieces_of(state: &State, write: &Write, bytes_max: u64) -> Result<Vec<Piece>> {
     let Write { leaf, part, .. } = *write;
     let described = &state.catalog.leaves[leaf as usize];
@@ -178,7 +178,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Of no to three dimensions.
+    /// Tensors of no to three dimensions.
     const TENSORS: [(&str, DType, &[u64]); 5] = [
         ("a", DType::F32, &[3, 4, 5]),
         ("b", DType::BF16, &[1, 9]),
@@ -191,7 +191,7 @@ mod tests {
         (0..bytes).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed)).collect()
     }
 
-    /// What every rank holds: these tensors whole, an alias of one and a value.
+    /// Makes the state of every rank: these tensors whole, an alias of one and a value.
     fn state() -> State {
         let mut leaves = Vec::new();
         let mut providers: Vec<Vec<Arc<dyn Provider>>> = Vec::new();
@@ -225,7 +225,7 @@ mod tests {
         pending.into_iter().for_each(|pending| pending.committed(None).unwrap());
     }
 
-    /// Loads all tensors and compares them with what was saved.
+    /// Loads all tensors and compares them with the saved ones.
     fn compare(place: &Path) -> Manifest {
         let checkpoint = open(&Engine::solo(), place.to_str().unwrap(), LONG).unwrap();
         let manifest = checkpoint.manifest();

@@ -1,6 +1,6 @@
 //! Save and load, composed of the crates that each do one thing.
 //!
-//! Start with [`save`](mod@save) and [`load`]; what makes a checkpoint exist is in [`commit`].
+//! Start with [`save`](mod@save) and [`load`]; [`commit`] makes a checkpoint exist.
 
 mod assemble;
 pub mod background;

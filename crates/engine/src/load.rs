@@ -1,4 +1,4 @@
-//! A load, from what a rank wants to its memory filled with verified bytes.
+//! Loads: from a rank's wants to its memory filled with verified bytes.
 //!
 //! ```text
 //! open → match → plan → agree → read → done

@@ -20,7 +20,7 @@ pub struct Located {
     pub passed_over: Vec<u64>,
 }
 
-/// The URL or path in a form that names the same place whatever the current directory is later.
+/// Returns the URL or path in a form that does not depend on the current directory.
 ///
 /// # Errors
 /// `Unsupported` for an unknown scheme; `Invalid` for a malformed URL, and where there is no current directory.
@@ -30,16 +30,16 @@ pub fn absolute_url(url: &str) -> Result<String> {
 
 /// Content found at a URL.
 pub enum Place {
-    /// A committed checkpoint is there.
+    /// A committed checkpoint.
     Checkpoint,
-    /// Its steps, ascending, and the directories of those that were abandoned; not both are empty.
+    /// A run: its steps, ascending, and the directories of abandoned ones; not both are empty.
     Run(Vec<Step>, Vec<String>),
 }
 
 /// Finds whether a checkpoint or a run is at `url`.
 ///
 /// # Errors
-/// `NotFound` when neither is there; the message says what is there instead.
+/// `NotFound` when neither is there; the message describes what is there instead.
 pub fn look(url: &str, timeout: &Timeout) -> Result<Place> {
     let store = runs::store(url, timeout).map_err(|error| foreign::explained(url, error))?;
     let entries = runs::entries(&*store, timeout)?;
@@ -56,8 +56,8 @@ pub fn look(url: &str, timeout: &Timeout) -> Result<Place> {
     Ok(Place::Run(steps, abandoned))
 }
 
-/// The checkpoint at `url`, or the newest committed one of the run there. It may be damaged: a damaged checkpoint is
-/// not passed over for an older one.
+/// Finds the checkpoint at `url`, or the newest committed one of the run there. It may be damaged: a damaged checkpoint
+/// is not passed over for an older one.
 ///
 /// # Errors
 /// `NotFound` when neither a checkpoint nor a run with a committed one is there; the store's errors.
@@ -74,7 +74,7 @@ pub fn locate(url: &str, timeout: &Timeout) -> Result<Located> {
     })
 }
 
-/// The checkpoint at `url`, or every committed one of the run there, oldest first.
+/// Finds the checkpoint at `url`, or every committed one of the run there, oldest first.
 ///
 /// # Errors
 /// As [`locate`].

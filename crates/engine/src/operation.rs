@@ -17,7 +17,7 @@ const DECISION: &str = "=";
 /// The first exchange of every operation, in which ranks find whether all of them make the same call.
 const OPEN: &str = "open";
 
-/// Rank 0's decision if they do not: all ranks then send what they call.
+/// Decision of rank 0 if the calls differ: all ranks then send what they call.
 const DIFFERENT: &str = "?";
 
 /// A decision over the messages of all ranks.
@@ -29,14 +29,14 @@ impl Engine {
         self.begin_one(what, String::new(), deadline)
     }
 
-    /// [`Engine::begin`] of one of several operations of the same description, told apart by `detail`: all ranks must
-    /// give the same.
+    /// Begins like [`Engine::begin`] one of several operations of the same description, distinguished by `detail`: all
+    /// ranks must give the same.
     pub(crate) fn begin_one(self: &Arc<Engine>, what: String, detail: String, deadline: Duration) -> Operation {
         Operation { engine: Arc::clone(self), call: self.calls.begin(what, detail), deadline, begun: since_start() }
     }
 
-    /// A sentence for each operation that has waited for longer than `patience`, once, which names the ranks that have
-    /// not called it, as far as this rank knows them; and whether any operation waits for ranks.
+    /// Returns a sentence for each operation that has waited for longer than `patience`, once, which names the ranks
+    /// that have not called it, as far as this rank knows them; and whether any operation waits for ranks.
     pub fn overdue(&self, patience: Duration) -> (Vec<String>, bool) {
         self.calls.overdue(patience, |number| self.coord.absent(&topic(number, OPEN)))
     }
@@ -51,7 +51,7 @@ impl Engine {
     }
 }
 
-/// The topic of an exchange of the operation of that number.
+/// Returns the topic of an exchange of the operation of that number.
 fn topic(number: u64, stage: &str) -> String {
     format!("{number} {stage}")
 }
@@ -70,7 +70,7 @@ impl Operation {
         self.deadline
     }
 
-    /// Checks that a save will not have lasted so long that a sweep may take its files for debris, when what comes next
+    /// Checks that a save will not have lasted so long that a sweep may take its files for debris, once the next step
     /// has taken its time.
     pub(crate) fn expect_young(&self, next: Duration) -> Result<()> {
         let (most, lasted) = (self.engine.save_max, since_start().saturating_sub(self.begun));
@@ -88,7 +88,7 @@ impl Operation {
         ))
     }
 
-    /// Its number, the same on all ranks once they have met in it.
+    /// Returns the operation's number, the same on all ranks once they have met in it.
     pub(crate) fn number(&self) -> u64 {
         self.call.id().number()
     }
@@ -98,7 +98,7 @@ impl Operation {
         self.call.attempt_seed()
     }
 
-    /// Its description and number, unique among the operations of these ranks.
+    /// Returns the operation's description and number, unique among the operations of these ranks.
     pub(crate) fn name(&self) -> String {
         topic(self.number(), &self.call.id().what)
     }
@@ -122,7 +122,7 @@ impl Operation {
         self.try_agree(stage, contribution, decide).map_err(|failed| failed.error)
     }
 
-    /// [`Operation::agree`] that distinguishes a decision to fail from an unknown decision.
+    /// Agrees like [`Operation::agree`], and distinguishes a decision to fail from an unknown decision.
     pub(crate) fn try_agree<M, A>(
         &self,
         stage: &str,
@@ -152,7 +152,7 @@ impl Operation {
         }
     }
 
-    /// The first exchange: meets the calls of the other ranks, as [`calls`](crate::calls) tells.
+    /// Makes the first exchange: meets the calls of the other ranks, as [`calls`](crate::calls) describes.
     fn open(&self, contribution: Result<Vec<u8>>, decide: DecideOver<'_>) -> std::result::Result<Vec<u8>, Failed> {
         let (own, digest) = (self.engine.rank(), self.call.digest());
         let contribution =
@@ -223,8 +223,8 @@ impl Operation {
         self.engine.coord.agree(&topic(self.number(), stage), contribution, decide, deadline)
     }
 
-    /// Sends what this rank calls, after ranks have made different calls. Returns an error if its call fails; else it
-    /// waits for the others at the next number.
+    /// Sends this rank's call, after ranks have made different calls. Returns an error if its call fails; else it waits
+    /// for the others at the next number.
     fn compare(&self, is_late: bool) -> std::result::Result<(), Failed> {
         let report = encode(&self.call.report(is_late)).map_err(|error| error.to_wire());
         let answer = self.exchange("compare", report, self.deadline, &mut |reports| {
@@ -255,7 +255,8 @@ impl Operation {
         }
     }
 
-    /// The failures of several ranks as one error, each with its rank if there are several, and the number of `more`.
+    /// Merges the failures of several ranks into one error, each with its rank if there are several, and the number of
+    /// `more`.
     fn merged(&self, failures: &[Failure], more: u32) -> Error {
         let mut kind = None;
         let mut lines = Vec::with_capacity(failures.len());
@@ -279,7 +280,7 @@ impl Operation {
     }
 }
 
-/// Converts an error between ranks: what was called wrongly is `Invalid`, everything else `Unavailable`.
+/// Converts an error between ranks: wrong calls are `Invalid`, everything else `Unavailable`.
 pub fn of_ranks(error: Coord) -> Error {
     let kind = match &error {
         Coord::Invalid(_) => Kind::Invalid,
@@ -288,20 +289,21 @@ pub fn of_ranks(error: Coord) -> Error {
     Error::new(kind, error.to_string())
 }
 
-/// Time since the machine was started. Unlike that of [`std::time::Instant`] it goes on while the machine is suspended.
+/// Returns the time since the machine was started. Unlike that of [`std::time::Instant`] it advances while the machine
+/// is suspended.
 fn since_start() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 
-/// Why an agreement failed.
+/// Failure of an agreement.
 pub(crate) struct Failed {
     pub(crate) error: Error,
-    /// Whether every rank knows that it failed; otherwise this rank does not know the others' outcome.
+    /// `true` if every rank knows that it failed; otherwise this rank does not know the others' outcome.
     pub(crate) decided: bool,
 }
 
-/// The answers to these messages, by rank.
+/// Returns the answers to these messages, by rank.
 fn decided<'a, M: DeserializeOwned, A: Serialize>(
     messages: impl Iterator<Item = &'a [u8]>,
     decide: &mut impl FnMut(Vec<M>) -> Result<Vec<A>>,
@@ -318,7 +320,7 @@ fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>> {
     postcard::to_stdvec(message).map_err(|error| Error::internal(format!("a message cannot be encoded: {error}")))
 }
 
-/// A message, and the bytes behind it.
+/// Decodes a message; returns it with the bytes after it.
 fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, &[u8])> {
     postcard::take_from_bytes(bytes).map_err(|error| Error::internal(format!("a message cannot be decoded: {error}")))
 }

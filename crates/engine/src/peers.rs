@@ -1,6 +1,6 @@
-//! Bytes that come from a peer instead of from storage: if ranks want the same blocks, one of them reads for all. In
-//! [`agree_route`] all ranks send what they want, rank 0 decides whether and on which [`terms`] they share, and each
-//! gets its [`Route`]. [`exchange`] does a shared load. A [`carrier`] transports its messages: memory that ranks of a
+//! Gets bytes from a peer instead of from storage: if ranks want the same blocks, one of them reads for all. In
+//! [`agree_route`] all ranks send their wants, rank 0 decides whether and on which [`terms`] they share, and each gets
+//! its [`Route`]. [`exchange`] does a shared load. A [`carrier`] transports its messages: memory that ranks of a
 //! machine share, or connections of the ranks' own.
 
 pub mod carrier;
@@ -19,29 +19,29 @@ use exchange::{Ended, Neighbours, Shared, Trouble, Troubled};
 pub use terms::links_max;
 use terms::{Opening, Terms};
 
-/// Whether one rank reads for its peers the blocks that several want.
+/// Rule for shared reads: whether one rank reads for its peers the blocks that several want.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PeerReads {
-    /// If the storage answers requests, or ranks of several machines read it, and much would be read twice.
+    /// Sharing if the storage answers requests, or ranks of several machines read it, and much would be read twice.
     Auto,
-    /// Always.
+    /// Always, if several ranks want the same blocks.
     Always,
     /// Each rank reads for itself.
     Never,
 }
 
-/// Where the bytes of one rank's load come from.
+/// Sources of the bytes of one rank's load.
 pub(crate) struct Route {
-    /// Whether other ranks of this machine read the same bytes, each for itself.
+    /// `true` if other ranks of this machine read the same bytes, each for itself.
     shared_on_host: bool,
-    /// On which terms ranks share, on all ranks or on none.
+    /// Terms on which ranks share, on all ranks or on none.
     terms: Option<Terms>,
-    /// What this rank wants, each once, with its indices among the wants and values.
+    /// Wants of this rank, each once, with its indices among the wants and values.
     wanted: Vec<(Wanted, Vec<usize>)>,
     carrier: Option<Box<dyn Carrier>>,
 }
 
-/// How a load ended on this rank.
+/// Outcome of a load on this rank.
 pub(crate) type Outcome = Troubled<(Ended, Loaded)>;
 
 /// Agrees that all ranks have a plan, and where each gets its bytes.
@@ -88,7 +88,7 @@ pub(crate) fn agree_done(operation: &Operation, outcome: Outcome) -> Result<Load
 }
 
 impl Route {
-    /// Reads what is planned, each block from storage or from a peer.
+    /// Reads as planned, each block from storage or from a peer.
     pub(crate) fn read(
         self,
         operation: &Operation,

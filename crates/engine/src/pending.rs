@@ -46,10 +46,10 @@ impl Pending {
         Pending { shared }
     }
 
-    /// Waits until all that is captured [eagerly](crate::Capture::Eager) is copied.
+    /// Waits until all tensors that are captured [eagerly](crate::Capture::Eager) are copied.
     ///
     /// # Errors
-    /// What made the save fail; `Unavailable` when `timeout` passed first.
+    /// The failure of the save; `Unavailable` when `timeout` passed first.
     pub fn captured(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait("captured", timeout, |state| if state.captured { Some(Ok(())) } else { state.outcome.clone() })
     }
@@ -64,7 +64,7 @@ impl Pending {
     /// Waits until the state may change: all of it is copied or written.
     ///
     /// # Errors
-    /// What made the save fail; `Unavailable` when `timeout` passed first.
+    /// The failure of the save; `Unavailable` when `timeout` passed first.
     pub fn staged(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait("staged", timeout, |state| match &state.outcome {
             Some(ended) => Some(ended.clone()),
@@ -75,12 +75,12 @@ impl Pending {
     /// Waits until the checkpoint is committed.
     ///
     /// # Errors
-    /// What made the save fail; `Unavailable` when `timeout` passed first.
+    /// The failure of the save; `Unavailable` when `timeout` passed first.
     pub fn committed(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait("committed", timeout, |state| state.outcome.clone())
     }
 
-    /// Whether the save has ended, with or without success.
+    /// Returns whether the save has ended, with or without success.
     pub fn done(&self) -> bool {
         self.shared.lock().outcome.is_some()
     }
@@ -93,12 +93,13 @@ impl Pending {
         self.shared.lock().late_notes.insert(name, text);
     }
 
-    /// Shardfast's own notes (`shardfast.…`) of the checkpoint, after the commit; the same on every rank. Empty before.
+    /// Returns Shardfast's own notes (`shardfast.…`) of the checkpoint, after the commit; the same on every rank. Empty
+    /// before.
     pub fn committed_notes(&self) -> BTreeMap<String, String> {
         self.shared.lock().committed_notes.clone()
     }
 
-    /// What the save did so far.
+    /// Returns the results of the save so far.
     pub fn report(&self) -> Report {
         self.shared.lock().report.clone()
     }

@@ -55,7 +55,7 @@ pub fn unpin(url: &str, timeout: &Timeout) -> Result<bool> {
     Ok(was_pinned)
 }
 
-/// The note of the pin of the checkpoint at this place; `None` if it has none.
+/// Returns the note of the pin of the checkpoint at this place; `None` if it has none.
 pub fn note(store: &dyn Store, timeout: &Timeout) -> Result<Option<String>> {
     match retry(timeout, || Ok(store.read(PINNED, NOTE_BYTES_MAX)?)) {
         Ok(note) => Ok(Some(String::from_utf8_lossy(&note).into_owned())),

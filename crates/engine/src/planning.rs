@@ -1,12 +1,12 @@
-//! Which rank writes what: planned by each rank alone where it can, else agreed once, then remembered.
+//! Plans which rank writes what: each rank alone if it can, else all ranks agree once; the plan is then remembered.
 //!
-//! A rank that remembers a plan for what it holds, or that knows which ranks hold the same, makes a *local plan* of its
-//! writes and begins with them at once, before any message. Meanwhile it opens the operation with what its local plan
-//! rests on, and rank 0 checks whether all local plans form one plan. A rank that cannot plan alone opens with its
+//! A rank that remembers a plan for its catalog, or that knows which ranks hold the same, makes a *local plan* of its
+//! writes and begins with them at once, before any message. Meanwhile it opens the operation with the basis of its
+//! local plan, and rank 0 checks whether all local plans form one plan. A rank that cannot plan alone opens with its
 //! catalog and waits for rank 0's orders. A local plan is binding: rank 0 plans the other ranks around it, and if that
 //! is impossible the save fails on every rank.
 //!
-//! Nothing here proves that a checkpoint is whole. The commit does, which checks what was written.
+//! Nothing here proves that a checkpoint is whole. The commit does, which checks the writes.
 
 mod opening;
 mod values;
@@ -35,10 +35,10 @@ pub(crate) struct RankPlan {
     pub(crate) id: PlanId,
     /// The parts to write, of the rank's catalog.
     pub(crate) writes: Arc<Vec<Write>>,
-    /// What is known of its replicas.
+    /// State of its replicas.
     pub(crate) status: ReplicaStatus,
     values: Option<Arc<ValueClasses>>,
-    /// On rank 0.
+    /// Plan of all ranks, on rank 0.
     pub(crate) all: Option<Arc<GlobalPlan>>,
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct LocalPlan {
 /// The planning of one save.
 pub(crate) struct Planning<'a> {
     operation: &'a Operation,
-    /// What this rank holds.
+    /// Catalog of this rank.
     catalog: &'a Arc<Catalog>,
     /// The other ranks that hold it, where known.
     replicas: Option<&'a Arc<Replicas>>,
@@ -62,14 +62,14 @@ pub(crate) struct Planning<'a> {
 }
 
 impl<'a> Planning<'a> {
-    /// The planning of a save of this state, with these rules for its replicas.
+    /// Begins to plan a save of this state, with these rules for its replicas.
     pub(crate) fn new(operation: &'a Operation, state: &'a State, rules: &Arc<Rules>) -> Planning<'a> {
         let State { catalog, replicas, makers, .. } = state;
         Planning { operation, catalog, replicas: replicas.as_ref(), makers, rules: Arc::clone(rules) }
     }
 
-    /// The writes of this rank, if it can plan them alone: those of the remembered plan when it holds what it held
-    /// then, or those that follow from which ranks hold what. `None` when it needs rank 0.
+    /// Returns the writes of this rank, if it can plan them alone: those of the remembered plan if its catalog is the
+    /// same, or those that follow from which ranks hold what. Returns `None` when it needs rank 0.
     ///
     /// # Errors
     /// `Invalid` when the replicas contradict themselves or the catalog.
@@ -96,7 +96,7 @@ impl<'a> Planning<'a> {
         }))
     }
 
-    /// The last plan with replicas that a save has found equal, and what this rank held then.
+    /// Returns the last plan with replicas that a save has found equal, and this rank's catalog then.
     pub(crate) fn last_proven(&self) -> Option<(PlanId, Arc<Catalog>)> {
         let mine = self.operation.plans().mine.clone();
         mine.filter(|planned| planned.is_proven).map(|planned| (planned.id, planned.catalog))
@@ -107,9 +107,9 @@ impl<'a> Planning<'a> {
     }
 
     /// Agrees with all ranks on which rank writes which parts and values, while `write` gets the parts that this rank
-    /// writes: at once those of `local`, else those that rank 0 orders. `local` is what this rank begins with, or its
-    /// error; `admit` is rank 0's last check before the agreement; `digests` are those of this rank's values. A failed
-    /// agreement cancels the save of `progress`.
+    /// writes: at once those of `local`, else those that rank 0 orders. `local` is the plan with which this rank
+    /// begins, or its error; `admit` is rank 0's last check before the agreement; `digests` are those of this rank's
+    /// values. A failed agreement cancels the save of `progress`.
     ///
     /// # Errors
     /// The agreement's are the same on every rank: the errors of any of them, that of `admit`, or contradictions
@@ -202,7 +202,7 @@ impl<'a> Planning<'a> {
         Ok((id, writes, status))
     }
 
-    /// The orders of that plan, with what is remembered of it already.
+    /// Returns the orders of that plan, with the parts that are remembered already.
     fn remembered(
         &self,
         id: PlanId,
@@ -241,7 +241,7 @@ pub(crate) fn proven(operation: &Operation, plan: &RankPlan) {
 }
 
 impl Operation {
-    /// The name of this attempt, which every rank computes without a message and no other attempt has.
+    /// Returns the name of this attempt, which every rank computes without a message and no other attempt has.
     pub(crate) fn attempt(&self) -> String {
         let mut seed = self.engine.meeting().to_vec();
         seed.extend(self.attempt_seed());
@@ -252,7 +252,7 @@ impl Operation {
         self.engine.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes a plan that this rank remembers, if it still does.
+    /// Changes a plan if this rank still remembers it.
     fn remember(&self, id: PlanId, change: impl FnOnce(&mut RememberedPlan)) {
         if let Some(planned) = self.plans().mine.as_mut().filter(|planned| planned.id == id) {
             change(planned);

@@ -1,4 +1,4 @@
-//! What a job remembers of its plans: which rank writes what, and whether replicas were equal.
+//! Remembers a job's plans: which rank writes what, and whether replicas were equal.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,13 +15,13 @@ pub(crate) type PlanId = u64;
 /// Plans that rank 0 remembers: those of the saves in flight, and the one before.
 pub(crate) const PLANS_MAX: usize = 4;
 
-/// What an engine remembers from one save to the next.
+/// Plans that an engine remembers from one save to the next.
 #[derive(Default)]
 pub(crate) struct Plans {
     pub(crate) mine: Option<RememberedPlan>,
     /// The holders for which local plans did not fit: ranks ask rank 0 while they know the same holders.
     pub(crate) disproved: Option<Arc<Replicas>>,
-    /// On rank 0, the latest last.
+    /// Plans of all ranks, on rank 0; the latest last.
     pub(crate) all: Vec<Arc<GlobalPlan>>,
 }
 
@@ -33,13 +33,13 @@ pub(crate) struct RememberedPlan {
     pub(crate) replicas: Option<Arc<Replicas>>,
     pub(crate) rules: Arc<Rules>,
     pub(crate) writes: Arc<Vec<Write>>,
-    /// Whether a save of it has found the ranks' replicas equal.
+    /// `true` if a save of it has found the ranks' replicas equal.
     pub(crate) is_proven: bool,
     pub(crate) values: Option<Arc<ValueClasses>>,
 }
 
 impl RememberedPlan {
-    /// Whether it is the plan for these holdings.
+    /// Returns whether the plan is for these holdings.
     pub(crate) fn is_of(&self, catalog: &Arc<Catalog>, replicas: Option<&Arc<Replicas>>, rules: &Rules) -> bool {
         *self.rules == *rules
             && (Arc::ptr_eq(&self.catalog, catalog) || self.catalog.fingerprint() == catalog.fingerprint())
@@ -47,7 +47,7 @@ impl RememberedPlan {
     }
 }
 
-/// How a save treats the replicas of a rank's leaves (indices of its catalog, ascending), and its files.
+/// Rules of a save for the replicas of a rank's leaves (indices of its catalog, ascending), and for its files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Rules {
     /// The leaves whose copies may differ: ranks do not share the writing of a region.
@@ -64,23 +64,23 @@ impl Rules {
     }
 }
 
-/// What a rank holds.
+/// Catalog and rules of a rank.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Holdings {
     pub(crate) catalog: Catalog,
     pub(crate) rules: Rules,
 }
 
-/// What is known of a plan's replicas.
+/// State of a plan's replicas.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(crate) struct ReplicaStatus {
-    /// Whether a save of this plan has found them equal.
+    /// `true` if a save of this plan has found the replicas equal.
     pub(crate) is_proven: bool,
-    /// Whether some rank holds leaves whose replicas every save compares.
+    /// `true` if some rank holds leaves whose replicas every save compares.
     pub(crate) compares_always: bool,
 }
 
-/// What rank 0 remembers of a plan of all ranks.
+/// Plan of all ranks, as rank 0 remembers it.
 pub(crate) struct GlobalPlan {
     pub(crate) id: PlanId,
     pub(crate) basis: Basis,
@@ -88,11 +88,11 @@ pub(crate) struct GlobalPlan {
     pub(crate) values: Mutex<Option<Arc<GlobalValues>>>,
 }
 
-/// How a plan was made.
+/// Basis of a plan.
 pub(crate) enum Basis {
-    /// Each rank planned alone.
+    /// Claims of ranks that planned alone.
     Claims(Vec<Vec<Claim>>),
-    /// Rank 0 planned for all.
+    /// Holdings and writes of all ranks, planned by rank 0.
     Catalogs { holdings: Vec<Holdings>, writes: Vec<Vec<Write>> },
 }
 
@@ -117,26 +117,26 @@ impl GlobalPlan {
         *self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A save of this plan has found its replicas equal.
+    /// Records that a save of this plan has found its replicas equal.
     pub(crate) fn proven(&self) {
         self.status.lock().unwrap_or_else(PoisonError::into_inner).is_proven = true;
     }
 }
 
-/// What a rank remembers of the values that were compared.
+/// Compared values, as a rank remembers them.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct ValueClasses {
     pub(crate) id: PlanId,
-    /// As positions among this rank's values: the members of each of its classes, in the order of the names.
+    /// Members of each of its classes, in the order of the names, as positions among this rank's values.
     pub(crate) classes: Vec<Vec<u32>>,
-    /// As positions among this rank's values: what it writes.
+    /// Values that it writes, as positions among this rank's values.
     pub(crate) mine: Vec<u32>,
 }
 
-/// What rank 0 remembers of the values that were compared.
+/// Compared values, as rank 0 remembers them.
 pub(crate) struct GlobalValues {
     pub(crate) id: PlanId,
-    /// Per rank, its classes.
+    /// Classes of each rank, by rank.
     pub(crate) classes: Vec<Vec<u32>>,
     /// Every value, sorted by name.
     pub(crate) values: Vec<Value>,
@@ -146,6 +146,6 @@ pub(crate) struct GlobalValues {
 pub(crate) struct Value {
     pub(crate) name: LeafName,
     pub(crate) layout: String,
-    /// Per distinct content its ranks, by its writer, the lowest of them.
+    /// Ranks of each distinct content, by its writer, the lowest of them.
     pub(crate) writers: BTreeMap<u32, Vec<Range<u32>>>,
 }

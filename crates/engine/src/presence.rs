@@ -1,9 +1,9 @@
-//! Whether files that were written are still there, under their names and with their sizes. Metadata only: no byte of a
-//! file is read.
+//! Checks that written files still exist, under their names and with their sizes. Metadata only: reads no byte of a
+//! file.
 //!
 //! A save writes into a directory that has no `COMMIT` yet, and some programs remove such directories. Writes to a
 //! removed file succeed, and so does its flush. So each rank checks its files before it reports them, and rank 0 checks
-//! all of them before it publishes. Where lists are current, rank 0 alone looks, at lists.
+//! all of them before it publishes. If lists are current, only rank 0 checks, by lists.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -41,7 +41,7 @@ pub(crate) fn expect<'a>(store: &dyn Store, files: &[(String, u64)], within: imp
     Err(Error::new(Kind::Corrupt, format!("{}: {}{more}", store.url(), said.join("; "))))
 }
 
-/// The names of those files that are missing or have another size.
+/// Returns the names of those files that are missing or have another size.
 ///
 /// # Errors
 /// The store's error if it lasts for `within`.
@@ -53,10 +53,10 @@ pub fn flawed<'a>(
     Ok(flaws(store, files, within.into())?.into_iter().map(|flaw| flaw.name).collect())
 }
 
-/// How a file differs from what was written.
+/// Difference between a file and what was written.
 struct Flaw {
     name: String,
-    /// In words, with the name.
+    /// Description, with the name.
     said: String,
 }
 
@@ -67,7 +67,7 @@ fn flaws(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Re
     }
 }
 
-/// Whether there is an object of this name.
+/// Returns whether there is an object of this name.
 ///
 /// # Errors
 /// The store's errors.
@@ -79,8 +79,8 @@ pub fn is_there<'a>(store: &dyn Store, name: &str, within: impl Into<Patience<'a
     }
 }
 
-/// How files differ from what was written, by a list of each directory that has some. What a list denies is asked for
-/// by its name: a bit of the list may have turned on the way.
+/// Finds differences between files and what was written, by a list of each directory that has some. A file that a list
+/// denies is asked for by its name: a bit of the list may have flipped on the way.
 fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<Flaw>> {
     fn parts(name: &str) -> (&str, &str) {
         name.rsplit_once('/').unwrap_or(("", name))
@@ -113,7 +113,7 @@ fn flaws_in_lists(store: &dyn Store, files: &[(String, u64)], within: Patience<'
     Ok(flaws)
 }
 
-/// How files differ from what was written, each asked for by its name.
+/// Finds differences between files and what was written, each asked for by its name.
 fn flaws_one_by_one(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<Vec<Flaw>> {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let look = || {
@@ -143,7 +143,7 @@ impl Flaw {
     }
 }
 
-/// How a file differs from what was written; `None` if it does not.
+/// Returns the difference between a file and what was written; `None` if there is none.
 fn flaw(store: &dyn Store, name: &str, bytes: u64) -> Result<Option<Flaw>> {
     let flaw = |said: &dyn std::fmt::Display| Ok(Some(Flaw::of(name, said)));
     match store.size(name) {

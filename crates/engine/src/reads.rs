@@ -18,10 +18,10 @@ pub struct ValueRef {
     pub value: usize,
 }
 
-/// What a load would read.
+/// Reads that a load would make.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Forecast {
-    /// Bytes that were asked for.
+    /// Bytes that the load wants.
     pub bytes_wanted: u64,
     /// Bytes that will be read: those, grown to whole checksummed blocks and across small gaps.
     pub bytes_read: u64,
@@ -34,22 +34,22 @@ pub struct Forecast {
 /// Bytes that one rank's load moved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Traffic {
-    /// Read from storage.
+    /// Bytes read from storage.
     pub bytes_read: u64,
-    /// Received from other ranks, through shared memory or a network.
+    /// Bytes received from other ranks, through shared memory or a network.
     pub bytes_received: u64,
-    /// Sent to other ranks, all together.
+    /// Bytes sent to other ranks, all together.
     pub bytes_sent: u64,
-    /// Whether ranks read for each other until the end.
+    /// `true` if ranks read for each other until the end.
     pub is_shared: bool,
 }
 
-/// What a load returns beside its tensors.
+/// Results of a load beside its tensors.
 #[derive(Debug, Clone, Default)]
 pub struct Loaded {
     /// The wanted values, encoded, in order.
     pub values: Vec<Vec<u8>>,
-    /// What this rank moved for it.
+    /// Bytes that this rank moved for it.
     pub traffic: Traffic,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct ReadPlan {
 }
 
 impl Checkpoint {
-    /// What this rank's [`Checkpoint::load`] would read. It reads nothing, and other ranks need not call it.
+    /// Returns the reads of this rank's [`Checkpoint::load`]. It reads nothing, and other ranks need not call it.
     ///
     /// # Errors
     /// `Invalid` when a want does not fit its tensor.
@@ -95,7 +95,7 @@ impl Checkpoint {
         wants.iter().map(bytes).fold(0, u64::saturating_add)
     }
 
-    /// The reads for these wants and values, which then follow the wants.
+    /// Returns the reads for these wants and values; the values follow the wants.
     ///
     /// # Errors
     /// `Invalid` when a want does not fit its tensor; `Unsupported` when a value is too large.
@@ -142,7 +142,7 @@ impl Checkpoint {
         Err(Error::new(Kind::Unsupported, what))
     }
 
-    /// Reads what is planned from storage. `shared_on_host`: other ranks of this machine read the same.
+    /// Makes the planned reads from storage. `shared_on_host`: other ranks of this machine read the same.
     pub(crate) fn read(&self, plan: ReadPlan, wants: &[Want], shared_on_host: bool) -> Result<Loaded> {
         let mut values: Vec<Vec<u8>> = plan.values_bytes.iter().map(|&bytes| vec![0; bytes]).collect();
         let value_sinks = value_sinks(&mut values)?;
@@ -159,7 +159,7 @@ pub fn data_bytes(manifest: &Manifest) -> u64 {
     manifest.files().iter().map(|file| file.bytes - file.data_start).fold(0, u64::saturating_add)
 }
 
-/// A sink for each value.
+/// Makes a sink for each value.
 #[allow(unsafe_code)]
 pub(crate) fn value_sinks(values: &mut [Vec<u8>]) -> Result<Vec<Sink>> {
     let sink = |bytes: &mut Vec<u8>| {
@@ -170,7 +170,7 @@ pub(crate) fn value_sinks(values: &mut [Vec<u8>]) -> Result<Vec<Sink>> {
     values.iter_mut().map(sink).collect()
 }
 
-/// The same pieces in fewer reads: a state may hold thousands of small values side by side.
+/// Returns the same pieces in fewer reads: a state may hold thousands of small values side by side.
 fn coalesced(mut reads: Vec<Read>) -> Vec<Read> {
     reads.sort_by_key(|read| (read.file, read.offset));
     let mut out: Vec<Read> = Vec::new();

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use shardfast_format::{DType, Dims, LeafName, Region};
 
-/// What one rank wrote.
+/// Writes of one rank.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Receipt {
     pub(crate) tensors: Structure,
@@ -35,7 +35,7 @@ pub(crate) struct FileShape {
     pub(crate) data_start: u64,
 }
 
-/// What a rank wrote of one tensor.
+/// Regions of one tensor that a rank wrote.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct WrittenLeaf {
     pub(crate) name: LeafName,

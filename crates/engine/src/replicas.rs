@@ -1,17 +1,17 @@
-//! Whether ranks hold equal replicas.
+//! Compares the ranks' replicas.
 //!
 //! Ranks that hold the same region of a tensor count as replicas, and share its writing. A state with different tensors
 //! under one name (experts that have the same name on every rank, pipeline stages that begin at `0` each) would lose
 //! all copies but one, or become a mixture. So the first save of each plan compares them: every rank has a CRC-64 of
-//! each copy that it holds, from what it writes and from what it [only reads](shardfast_transfer::sums), and rank 0
+//! each copy that it holds, of written bytes and of bytes that it [only reads](shardfast_transfer::sums), and rank 0
 //! compares.
 //!
 //! Ranks that know the holders of their tensors send one digest for each set of ranks; the others send everything, and
 //! so do all ranks when digests differ, for the error message. A rank that remembers the plan, and that its replicas
-//! were equal, reads nothing more. If another rank's plan has changed meanwhile, its new regions are compared with what
-//! the first rank wrote; if that is only a share of the region, the save fails, and the next one compares anew. A
+//! were equal, reads nothing more. If another rank's plan has changed meanwhile, its new regions are compared with the
+//! first rank's writes; if these are only a share of the region, the save fails, and the next one compares anew. A
 //! region is new on a rank that did not hold it in the plan that the first rank remembers. After saves that overlap,
-//! ranks may remember different plans; rank 0 then looks up what each rank held in them.
+//! ranks may remember different plans; rank 0 then looks up each rank's holdings in them.
 //!
 //! Copies that are not compared may differ: each region of theirs comes from one rank, the lowest that holds it.
 
@@ -32,7 +32,7 @@ use crate::state::{Compared, PartRange, Prove, State};
 /// Differences that one message lists.
 const SPELLED_MAX: usize = 16;
 
-/// Which leaves of a rank's state are compared in a save, before it is known whether another one has done so already.
+/// Leaves of a rank's state that a save compares, before it is known whether another save has done so.
 pub(crate) struct Scope {
     pub(crate) rules: Arc<Rules>,
     /// The others that the first save of a plan compares; ascending.
@@ -41,7 +41,7 @@ pub(crate) struct Scope {
     is_alone: bool,
     /// The plan with replicas that this rank trusts to be equal, and does not read.
     trusted: Option<PlanId>,
-    /// The last plan whose replicas were equal, and what this rank held then.
+    /// Last plan whose replicas were equal, and this rank's catalog then.
     before: Option<(PlanId, Arc<Catalog>)>,
 }
 
@@ -66,7 +66,7 @@ impl Scope {
         scope
     }
 
-    /// Whether ranks compare their copies under this plan. The same on all of them.
+    /// Returns whether ranks compare their copies under this plan. The same on all of them.
     pub(crate) fn compares(&self, plan: &RankPlan) -> bool {
         let status = plan.status;
         let is_due = match self.prove {
@@ -77,7 +77,7 @@ impl Scope {
         is_due || status.compares_always
     }
 
-    /// The entry of a save's report.
+    /// Returns the entry of a save's report.
     pub(crate) fn outcome(&self, plan: &RankPlan) -> &'static str {
         match self.prove {
             _ if self.is_alone => "none: one rank holds all",
@@ -87,14 +87,15 @@ impl Scope {
         }
     }
 
-    /// Notes the last plan with equal replicas, what this rank held then, and whether this save begins with that plan.
+    /// Records the last plan with equal replicas, this rank's catalog then, and whether this save begins with that
+    /// plan.
     pub(crate) fn remember(&mut self, before: Option<(PlanId, Arc<Catalog>)>, begins_with: Option<PlanId>) {
         self.before = before;
         self.trusted = begins_with.filter(|_| self.prove != Prove::EverySave);
     }
 
-    /// What this rank has to read and does not write: all else that it holds of the leaves that are compared, or only
-    /// of those that every save compares if it trusts the others.
+    /// Returns the ranges that this rank must read and does not write: all else that it holds of the compared leaves,
+    /// or only of those that every save compares if it trusts the others.
     pub(crate) fn unwritten(&self, catalog: &Catalog, writes: &[Write]) -> Vec<PartRange> {
         let first = if self.trusted.is_some() { &[][..] } else { &self.first };
         let mut read = Vec::new();
@@ -119,7 +120,7 @@ impl Scope {
     }
 }
 
-/// Those ranges of the state, to be summed.
+/// Returns those ranges of the state, to be summed.
 pub(crate) fn summed(state: &State, ranges: &[PartRange]) -> Result<Vec<Summed>> {
     let of = |range: &PartRange| {
         let provider = state.range(range)?;
@@ -128,7 +129,7 @@ pub(crate) fn summed(state: &State, ranges: &[PartRange]) -> Result<Vec<Summed>>
     ranges.iter().map(of).collect()
 }
 
-/// The checksums of a rank's copies of what is compared.
+/// Checksums of a rank's copies of the compared leaves.
 pub(crate) struct Copies<'a> {
     catalog: &'a Catalog,
     scope: &'a Scope,
@@ -136,7 +137,7 @@ pub(crate) struct Copies<'a> {
 }
 
 impl<'a> Copies<'a> {
-    /// From the ranges that this rank has written and read.
+    /// Combines the ranges that this rank has written and read.
     pub(crate) fn new(
         catalog: &'a Catalog,
         scope: &'a Scope,
@@ -157,7 +158,7 @@ impl<'a> Copies<'a> {
         }
     }
 
-    /// The copies of a leaf.
+    /// Returns the copies of a leaf.
     fn of(&self, leaf: u32) -> impl Iterator<Item = (&Region, Option<u64>)> {
         let (dtype, parts) = match &self.catalog.leaves[leaf as usize].body {
             LeafBody::Tensor { dtype, parts, .. } => (Some(*dtype), parts.as_slice()),
@@ -167,7 +168,7 @@ impl<'a> Copies<'a> {
         (0u32..).zip(parts).map(move |(part, region)| (region, self.crc(leaf, part, region.numel() * item)))
     }
 
-    /// One digest for each set of ranks.
+    /// Returns one digest for each set of ranks.
     fn digests(&self, replicas: &Replicas) -> Said {
         let digest = |leaves: &[u32], group: u32| {
             let mine = leaves.iter().filter(|&&leaf| replicas.leaves.get(leaf as usize) == Some(&Some(group)));
@@ -188,7 +189,7 @@ impl<'a> Copies<'a> {
         Said::Digests(sets.map(of).collect())
     }
 
-    /// All of it.
+    /// Returns the checksums of all copies.
     fn held(&self) -> Said {
         let before: HashSet<(&LeafName, &Region)> =
             self.scope.before.iter().flat_map(|(_, catalog)| regions(catalog)).collect();
@@ -215,7 +216,7 @@ impl<'a> Copies<'a> {
 enum Said {
     Digests(Vec<Digests>),
     Held {
-        /// The plan with replicas that it trusts to be equal.
+        /// The plan whose replicas the rank trusts to be equal.
         trusted: Option<PlanId>,
         /// The last plan with equal replicas.
         before: Option<PlanId>,
@@ -223,13 +224,13 @@ enum Said {
     },
 }
 
-/// The digests of what one set of ranks holds.
+/// Digests of the leaves that one set of ranks holds.
 #[derive(Serialize, Deserialize)]
 struct Digests {
     ranks: RankSet,
-    /// Of leaves that every save compares.
+    /// Digest of the leaves that every save compares.
     always: Option<[u8; 16]>,
-    /// Of the others; `None` from a rank that trusts them.
+    /// Digest of the other leaves; `None` from a rank that trusts them.
     first: Option<[u8; 16]>,
 }
 
@@ -244,13 +245,13 @@ struct Copy {
     region: Region,
     /// Present if the rank has read or written all of it.
     crc: Option<u64>,
-    /// Whether the rank did not hold it when replicas were equal before.
+    /// `true` if the rank did not hold it when replicas were equal before.
     is_new: bool,
 }
 
 #[derive(Serialize, Deserialize, PartialEq)]
 enum Verdict {
-    /// All ranks send everything.
+    /// Order to all ranks to send all digests.
     NeedAll,
     Equal,
 }
@@ -300,8 +301,8 @@ fn decide(said: Vec<Said>, known: &[Arc<GlobalPlan>]) -> Result<Verdict> {
     Ok(if held.is_empty() && are_equal(&digests) { Verdict::Equal } else { Verdict::NeedAll })
 }
 
-/// Whether all members of each set have sent the same digests. A set with a member that trusts the last comparison is
-/// unchanged: ranks have agreed on their plans by what their sets hold.
+/// Returns whether all members of each set have sent the same digests. A set with a member that trusts the last
+/// comparison is unchanged: ranks have agreed on their plans by the holdings of their sets.
 fn are_equal(said: &[Vec<Digests>]) -> bool {
     let mut by_set: HashMap<&RankSet, Vec<&Digests>> = HashMap::new();
     for digests in said.iter().flatten() {
@@ -325,7 +326,8 @@ struct Found {
     new: Vec<u32>,
 }
 
-/// Whether that rank held that region in that plan and compared it with its replicas, as far as rank 0 remembers.
+/// Returns whether that rank held that region in that plan and compared it with its replicas, as far as rank 0
+/// remembers.
 fn held_in(known: &[Arc<GlobalPlan>], plan: PlanId, rank: u32, name: &LeafName, region: &Region) -> bool {
     let held = known.iter().find(|known| known.id == plan).and_then(|plan| match &plan.basis {
         Basis::Catalogs { holdings, .. } => holdings.get(rank as usize),
@@ -343,7 +345,7 @@ fn held_in(known: &[Arc<GlobalPlan>], plan: PlanId, rank: u32, name: &LeafName, 
     })
 }
 
-/// The members of all sets that contain `rank`, or that share a member with another such set.
+/// Returns the members of all sets that contain `rank`, or that share a member with another such set.
 fn joined(rank: u32, mut sets: Vec<Vec<u32>>) -> BTreeSet<u32> {
     let mut joined = BTreeSet::from([rank]);
     while let Some(at) = sets.iter().position(|set| set.iter().any(|rank| joined.contains(rank))) {
@@ -422,7 +424,7 @@ fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)], known: &[Arc<G
     Err(Error::invalid(problems.join("\n")))
 }
 
-/// The tensors of a catalog: index, name, parts.
+/// Returns the tensors of a catalog: index, name, parts.
 fn tensors(catalog: &Catalog) -> impl Iterator<Item = (u32, &LeafName, &Vec<Region>)> {
     (0u32..).zip(&catalog.leaves).filter_map(|(index, leaf)| match &leaf.body {
         LeafBody::Tensor { parts, .. } => Some((index, &leaf.name, parts)),
@@ -449,7 +451,7 @@ mod tests {
         Region::whole(&[8, 5])
     }
 
-    /// A plan in which the ranks of `holders` held the region, and those of `excluded` did not compare it.
+    /// Makes a plan in which the ranks of `holders` held the region, and those of `excluded` did not compare it.
     fn plan(id: PlanId, holders: &[u32], excluded: &[u32]) -> Arc<GlobalPlan> {
         let holdings = (0..3).map(|rank| {
             let parts = if holders.contains(&rank) { vec![region()] } else { Vec::new() };
@@ -464,13 +466,13 @@ mod tests {
         GlobalPlan::new(id, basis, false)
     }
 
-    /// The message of a rank that trusts this plan, with a checksum if it has written all of the region.
+    /// Makes the message of a rank that trusts this plan, with a checksum if it has written all of the region.
     fn trusting(plan: PlanId, crc: Option<u64>) -> Said {
         let copies = vec![Copy { region: region(), crc, is_new: false }];
         Said::Held { trusted: Some(plan), before: Some(plan), held: vec![Held { name: name(), copies }] }
     }
 
-    /// The message of a rank that remembers no plan with equal replicas, and has read all of the region.
+    /// Makes the message of a rank that remembers no plan with equal replicas, and has read all of the region.
     fn reading() -> Said {
         let copies = vec![Copy { region: region(), crc: Some(7), is_new: true }];
         Said::Held { trusted: None, before: None, held: vec![Held { name: name(), copies }] }

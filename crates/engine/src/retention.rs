@@ -1,4 +1,4 @@
-//! Which checkpoints of a run are kept, and how the others leave: in two rounds, so that a reader can finish.
+//! Keeps some checkpoints of a run, and removes the others in two rounds, so that a reader can finish.
 //!
 //! # Protocol
 //! The first round, after a save:
@@ -6,13 +6,13 @@
 //!    If the check fails, nothing leaves: the older checkpoints may be the only good ones.
 //! 2. The directory of a checkpoint that no rule keeps is listed. If it holds a foreign file, the whole checkpoint
 //!    stays. So does one that is [pinned](crate::pins).
-//! 3. What other attempts left in its directory is deleted: while `COMMIT` is there, none of them can be published.
+//! 3. Files of other attempts in its directory are deleted: while `COMMIT` is there, none of them can be published.
 //! 4. Its record is put beside its `COMMIT`, as `.leaving`, and its `COMMIT` is deleted, durably: the checkpoint stops
 //!    existing before any of its data are deleted.
 //! 5. If it was pinned meanwhile, its `COMMIT` is published again.
 //!
 //! The second round, with the next save: the files of that attempt are deleted, `.leaving` last. So a round that was
-//! interrupted is made again, and what a new save of the same step writes is not touched.
+//! interrupted is repeated, and the files of a new save of the same step are not touched.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -29,29 +29,29 @@ use crate::contents;
 use crate::presence::{self, is_there};
 use crate::runs;
 
-/// What the name of a metric is noted under begins with.
+/// Prefix of the notes of metrics.
 pub const METRIC: &str = "metric.";
 
-/// Which committed checkpoints of a run are kept: the union of the rules.
+/// Rules for the committed checkpoints that a run keeps: their union.
 #[derive(Debug, Clone, Default)]
 pub struct Keep {
-    /// The newest so many, by the order in which they were committed: those of this process behind the others.
+    /// Number of newest ones, by the order in which they were committed: those of this process after the others.
     pub last: Option<u64>,
-    /// Those whose step is a multiple of this.
+    /// Divisor of the steps that are kept.
     pub every: Option<u64>,
     /// The best by a metric.
     pub best: Vec<Best>,
 }
 
-/// Those with the best values of a metric. Checkpoints without it, or where it is no number, are not among them; of
-/// equal values the newer one is better.
+/// Rule that keeps the best values of a metric. Checkpoints without it, or with a value that is no number, do not
+/// count; of equal values the newer one is better.
 #[derive(Debug, Clone)]
 pub struct Best {
     /// The metric, as the save noted it.
     pub metric: String,
     /// Number of checkpoints.
     pub count: u64,
-    /// Whether larger values are better.
+    /// `true` if larger values are better.
     pub largest: bool,
 }
 
@@ -68,16 +68,16 @@ pub struct Retained {
     pub left: Vec<u64>,
     /// The steps of those that are pinned, ascending.
     pub pinned: Vec<u64>,
-    /// Those that stay because something that is not Shardfast's is in their directory, ascending.
+    /// Checkpoints that stay because a foreign file is in their directory, ascending.
     pub spared: Vec<Spared>,
 }
 
 /// A checkpoint that no rule keeps, and that stays.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Spared {
-    /// Its URL.
+    /// URL of the checkpoint.
     pub url: String,
-    /// Why it stays: what was found.
+    /// Reason why it stays: the file that was found.
     pub reason: String,
 }
 
@@ -88,26 +88,26 @@ type Metrics = BTreeMap<String, f64>;
 pub struct Retention {
     url: String,
     keep: Keep,
-    /// How long a round waits for storage that does not answer.
+    /// Time for which a round waits for storage that does not answer.
     within: Duration,
     /// Opened with the first round.
     store: Option<Arc<dyn Store>>,
-    /// Those that were read, by attempt.
+    /// Metrics that were read, by attempt.
     metrics: HashMap<String, Metrics>,
 }
 
 impl Retention {
-    /// Of the run at `url`. Reads nothing yet.
+    /// Makes the retention of the run at `url`. Reads nothing yet.
     pub fn new(url: &str, keep: Keep) -> Retention {
         Retention { url: url.to_owned(), keep, within: TIMEOUT, store: None, metrics: HashMap::new() }
     }
 
-    /// [`new`](Self::new) with a store that is already open at the run.
+    /// Makes a retention like [`new`](Self::new) with a store that is already open at the run.
     pub fn on(store: Arc<dyn Store>, url: &str, keep: Keep) -> Retention {
         Retention { store: Some(store), ..Retention::new(url, keep) }
     }
 
-    /// The same retention, each round of which fails once no request has succeeded for so long.
+    /// Returns the same retention, each round of which fails once no request has succeeded for `within`.
     pub fn within(self, within: Duration) -> Retention {
         Retention { within, ..self }
     }
@@ -121,14 +121,14 @@ impl Retention {
         Ok(store)
     }
 
-    /// The first round: takes back the committed checkpoints that no rule keeps. The newest one is always kept, and
-    /// without a rule everything is. `made` are the steps whose saves this process has begun, in that order; what
-    /// others committed behind the last of them stays. Files without a commit stay: they may belong to a save in
-    /// flight. A checkpoint with a foreign file in its directory stays, and so does a link to a directory elsewhere.
+    /// Performs the first round: takes back the committed checkpoints that no rule keeps. The newest one is always
+    /// kept, and without a rule everything is. `made` are the steps whose saves this process has begun, in that order;
+    /// later commits of other processes stay. Files without a commit stay: they may belong to a save in flight. A
+    /// checkpoint with a foreign file in its directory stays, and so does a link to a directory elsewhere.
     ///
     /// # Errors
-    /// As [`runs::list`]; the store's errors; `Corrupt`, and nothing leaves, when the newest one cannot be opened: the
-    /// older ones may be the only good ones. What was taken back before an error stays so.
+    /// As [`runs::list`]; the store's errors; `Corrupt`, and nothing is taken back, when the newest one cannot be
+    /// opened: the older ones may be the only good ones. Checkpoints taken back before an error stay so.
     pub fn retain(&mut self, made: &[u64]) -> Result<Retained> {
         let mut retained = Retained::default();
         if self.keep.is_nothing() {
@@ -166,11 +166,11 @@ impl Retention {
         Ok(retained)
     }
 
-    /// The second round, for these steps, or for all that are marked as leaving: deletes the files of checkpoints that
-    /// were taken back. Returns the steps of which it deleted any.
+    /// Performs the second round, for these steps, or for all that are marked as leaving: deletes the files of
+    /// checkpoints that were taken back. Returns the steps of which it deleted any.
     ///
     /// # Errors
-    /// The store's errors; the round can be made again.
+    /// The store's errors; the round can be repeated.
     pub fn clear(&mut self, steps: Option<&[u64]>) -> Result<Vec<u64>> {
         let timeout = &Timeout::of_call(self.within);
         let store = self.store(timeout)?;
@@ -187,7 +187,7 @@ impl Retention {
         Ok(cleared)
     }
 
-    /// The steps that a rule keeps, the newest among them.
+    /// Returns the steps that a rule keeps, the newest among them.
     fn kept(&mut self, store: &dyn Store, committed: &[(u64, Commit)], timeout: &Timeout) -> Result<BTreeSet<u64>> {
         let last = self.keep.last.unwrap_or(0).max(1);
         let newest = committed.iter().rev().take(usize::try_from(last).unwrap_or(usize::MAX));
@@ -216,7 +216,7 @@ impl Retention {
     }
 }
 
-/// The metrics that a checkpoint notes; none of one whose manifest is damaged.
+/// Returns the metrics in a checkpoint's notes; none if its manifest is damaged.
 fn metrics(store: &dyn Store, dir: &str, record: &Commit, timeout: &Timeout) -> Result<Metrics> {
     let manifest = match retry(timeout, || commit::manifest_of(store, dir, record)) {
         Err(error) if matches!(error.kind, Kind::Corrupt | Kind::Unsupported) => return Ok(Metrics::new()),
@@ -256,14 +256,14 @@ fn are_there(store: &dyn Store, dir: &str, manifest: &[u8], timeout: &Timeout) -
     presence::expect(store, &files.collect::<Vec<_>>(), timeout)
 }
 
-/// Whether a checkpoint stays.
+/// Decision about a checkpoint.
 enum Stays {
     Not,
     Pinned,
     Spared(String),
 }
 
-/// Steps 2 to 5.
+/// Performs steps 2 to 5.
 fn take_back(store: &dyn Store, dir: &str, record: &Commit, timeout: &Timeout) -> Result<Stays> {
     // Without it names alone tell which files are ours.
     let manifest =
@@ -301,7 +301,7 @@ fn bring_back(store: &dyn Store, dir: &str, record: &Commit, timeout: &Timeout) 
     }
 }
 
-/// The steps of a run that are marked as leaving, ascending.
+/// Returns the steps of a run that are marked as leaving, ascending.
 fn leaving(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<Vec<u64>> {
     let mut leaving = Vec::new();
     for step in runs::list_in(store, url, timeout)?.0 {
@@ -313,8 +313,8 @@ fn leaving(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<Vec<u64>> 
     Ok(leaving)
 }
 
-/// The second round for one checkpoint. Returns whether it deleted anything: not if the checkpoint does not leave, or
-/// something foreign is beside its files.
+/// Performs the second round for one checkpoint. Returns whether it deleted anything: not if the checkpoint does not
+/// leave, or a foreign file is beside its files.
 fn clear(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<bool> {
     let below = |path: &str| format!("{dir}/{path}");
     let record = match retry(timeout, || commit::read_record(store, &below(LEAVING))) {

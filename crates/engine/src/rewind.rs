@@ -32,7 +32,7 @@ pub(crate) const ABANDONED: &str = "abandoned-";
 /// Steps that moved out of the way of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rewound {
-    /// The run.
+    /// URL of the run.
     pub url: String,
     /// The steps, ascending.
     pub moved: Vec<u64>,
@@ -51,7 +51,7 @@ pub fn rewind(url: &str, from: u64, timeout: &Timeout) -> Result<Rewound> {
     rewind_in(&*runs::store(url, timeout)?, url, from, timeout)
 }
 
-/// [`rewind()`] of a store that is open.
+/// Rewinds like [`rewind()`] in a store that is open.
 ///
 /// # Errors
 /// As [`rewind()`].
@@ -63,7 +63,7 @@ pub fn rewind_in(store: &dyn Store, url: &str, from: u64, timeout: &Timeout) -> 
     rewound(store, url, from, &steps, &entries, timeout)
 }
 
-/// Makes sure that a training whose next step is `step` may save into the run at `url`: that this holds no committed
+/// Ensures that a training whose next step is `step` may save into the run at `url`: that this holds no committed
 /// checkpoint of that step or a later one, which the training would not have made. With `rewind` those move out of the
 /// way. Every rank of the engine must call it.
 ///
@@ -106,7 +106,7 @@ fn refusal(url: &str, step: u64, later: usize, newest: u64) -> Error {
     )
 }
 
-/// [`rewind()`] of a run whose root has these entries and steps.
+/// Rewinds like [`rewind()`] a run whose root has these entries and steps.
 fn rewound(
     store: &dyn Store,
     url: &str,
@@ -132,7 +132,7 @@ fn rewound(
     Ok(rewound)
 }
 
-/// The first place for these steps where none of them has another checkpoint.
+/// Returns the first place for these steps where none of them has another checkpoint.
 fn place(store: &dyn Store, from: u64, moving: &[Moving], timeout: &Timeout) -> Result<String> {
     let first = format!("{ABANDONED}from-{from:08}");
     let is_free = |place: &str| -> Result<bool> {
@@ -153,7 +153,7 @@ fn place(store: &dyn Store, from: u64, moving: &[Moving], timeout: &Timeout) -> 
     Ok(place)
 }
 
-/// The bytes of the `COMMIT` in a directory, whatever they are.
+/// Reads the bytes of the `COMMIT` in a directory, valid or not.
 fn commit_at(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<Option<Vec<u8>>> {
     match retry(timeout, || Ok(store.read(&contents::join(dir, COMMIT), COMMIT_BYTES_MAX)?)) {
         Err(error) if error.kind == Kind::NotFound => Ok(None),
@@ -170,7 +170,7 @@ struct Moving {
 }
 
 impl Moving {
-    /// Sees what is in the step's directory, and that it can be moved.
+    /// Examines the step's directory, and checks that it can be moved.
     fn look(store: &dyn Store, url: &str, step: u64, entries: &[Entry], timeout: &Timeout) -> Result<Moving> {
         let dir = step_dir(step);
         let refuse = |what: &str| {
@@ -194,7 +194,7 @@ impl Moving {
         format!("{place}/{}", self.dir)
     }
 
-    /// The paths of what moves, with their lengths; all but `COMMIT`, which comes last.
+    /// Returns the paths to move, with their lengths; all but `COMMIT`, which comes last.
     fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         let stays = |path: &str| {
             [COMMIT, LEAVING, COPYING].contains(&path) || is_temporary(path.rsplit('/').next().unwrap_or(path))
@@ -202,7 +202,7 @@ impl Moving {
         self.contents.own.iter().map(|own| (own.path.as_str(), own.bytes)).filter(move |(path, _)| !stays(path))
     }
 
-    /// Steps 1 to 3.
+    /// Performs steps 1 to 3.
     fn go(&self, store: &dyn Store, place: &str, timeout: &Timeout) -> Result<()> {
         let (from, to) =
             (|path: &str| format!("{}/{path}", self.dir), |path: &str| format!("{}/{path}", self.at(place)));
@@ -232,7 +232,7 @@ impl Moving {
     }
 }
 
-/// Step 1 for one file.
+/// Performs step 1 for one file.
 fn move_file(store: &dyn Store, from: &str, to: &str, bytes: u64, timeout: &Timeout) -> Result<()> {
     match retry(timeout, || Ok(store.also_named(from, to, bytes)?)) {
         Err(error) if error.kind == Kind::Unsupported => copy_file(store, from, to, timeout),

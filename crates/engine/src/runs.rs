@@ -21,33 +21,33 @@ pub struct Step {
     pub step: u64,
     /// The checkpoint's URL.
     pub url: String,
-    /// Its commit: `None` when it has none, since its save was cut off, is still running, or it leaves.
+    /// Commit; `None` if there is none: the save was interrupted or is still running, or the checkpoint leaves.
     pub commit: Result<Option<Commit>>,
 }
 
 impl Step {
-    /// Whether there is a commit, readable or not.
+    /// Returns whether there is a commit, readable or not.
     pub fn is_committed(&self) -> bool {
         !matches!(self.commit, Ok(None))
     }
 }
 
-/// The URL of a step's checkpoint.
+/// Returns the URL of a step's checkpoint.
 pub fn step_url(run_url: &str, step: u64) -> String {
     shardfast_store::join(run_url, &step_dir(step))
 }
 
-/// The store at a URL, for reading.
+/// Opens the store at a URL, for reading.
 pub fn store(url: &str, timeout: &Timeout) -> Result<Arc<dyn Store>> {
     store_on(url, &Arc::default(), timeout)
 }
 
-/// [`store`], with what it shares with others.
+/// Opens a store like [`store`], with the state that it shares with others.
 pub fn store_on(url: &str, shared: &Arc<Shared>, timeout: &Timeout) -> Result<Arc<dyn Store>> {
     retry(timeout, || Ok(shardfast_store::open_on(url, shared)?))
 }
 
-/// The entries of a store's root; none if that does not exist.
+/// Lists a store's root; empty if that does not exist.
 pub fn entries(store: &dyn Store, timeout: &Timeout) -> Result<Vec<Entry>> {
     match retry(timeout, || Ok(store.list("")?)) {
         Err(error) if error.kind == Kind::NotFound => Ok(Vec::new()),
@@ -55,7 +55,7 @@ pub fn entries(store: &dyn Store, timeout: &Timeout) -> Result<Vec<Entry>> {
     }
 }
 
-/// The steps of the run at `url`, ascending. Empty when nothing was ever saved there.
+/// Lists the steps of the run at `url`, ascending. Empty when nothing was ever saved there.
 ///
 /// # Errors
 /// `Invalid` when a checkpoint is there instead of a run; the store's errors.
@@ -64,12 +64,12 @@ pub fn list(url: &str) -> Result<Vec<Step>> {
     Ok(list_in(&*store(url, &timeout)?, url, &timeout)?.0)
 }
 
-/// [`list`] of a run whose store is open, and the entries of its root.
+/// Lists like [`list`] a run whose store is open; returns also the entries of its root.
 pub fn list_in(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<(Vec<Step>, Vec<Entry>)> {
     list_from(store, url, 0, timeout)
 }
 
-/// [`list_in`] without the steps below one.
+/// Lists like [`list_in`] without the steps below `from`.
 pub(crate) fn list_from(store: &dyn Store, url: &str, from: u64, timeout: &Timeout) -> Result<(Vec<Step>, Vec<Entry>)> {
     let step = |step| match commit_of(store, step, timeout) {
         Err(error) if timeout.is_over() => Err(error),
@@ -80,7 +80,7 @@ pub(crate) fn list_from(store: &dyn Store, url: &str, from: u64, timeout: &Timeo
     Ok((steps.map(step).collect::<Result<_>>()?, entries))
 }
 
-/// The commit of a step; `None` when it has none.
+/// Reads the commit of a step; returns `None` when it has none.
 fn commit_of(store: &dyn Store, step: u64, timeout: &Timeout) -> Result<Option<Commit>> {
     match retry(timeout, || commit::read_commit(store, &step_dir(step))) {
         Err(error) if error.kind == Kind::NotFound => Ok(None),
@@ -88,7 +88,7 @@ fn commit_of(store: &dyn Store, step: u64, timeout: &Timeout) -> Result<Option<C
     }
 }
 
-/// The steps that these entries of a run are, ascending, committed or not.
+/// Returns the steps among these entries of a run, ascending, committed or not.
 fn steps(url: &str, entries: &[Entry]) -> Result<Vec<u64>> {
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Err(Error::invalid(format!(
@@ -104,7 +104,7 @@ fn steps(url: &str, entries: &[Entry]) -> Result<Vec<u64>> {
 
 /// The newest checkpoint of a run that can be opened.
 pub struct Newest {
-    /// Its step, and it, opened; `None` if there is none.
+    /// The checkpoint, opened, and its step; `None` if there is none.
     pub found: Option<(u64, Checkpoint)>,
     /// Newer ones, or all, that were passed over, each with the reason.
     pub skipped: Vec<String>,

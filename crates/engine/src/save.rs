@@ -1,11 +1,11 @@
-//! A save, from the state that a rank holds to the commit that all ranks share.
+//! Saves: from the state that a rank holds to the commit that all ranks share.
 //!
 //! ```text
 //! plan → capture and write tensors → confirm → write values → commit
 //! ```
-//! Each rank begins with what it can plan alone; meanwhile the ranks check whether these plans are one. Tensors are
-//! written first: values are encoded meanwhile, compared between ranks, and follow in files of their own. The commit
-//! publishes the files of all ranks or none.
+//! Each rank begins with the plan that it can make alone; meanwhile the ranks check whether these plans are one.
+//! Tensors are written first: values are encoded meanwhile, compared between ranks, and follow in files of their own.
+//! The commit publishes the files of all ranks or none.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,8 +39,8 @@ pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadli
     save_deferred(engine, destination, state.captures(), || state, deadline)
 }
 
-/// [`save`] of the state that `state` assembles in the background, which takes a while with many tensors. `captures`
-/// are those of that state.
+/// Saves like [`save`] the state that `state` assembles in the background, which takes a while with many tensors.
+/// `captures` are those of that state.
 pub fn save_deferred(
     engine: &Arc<Engine>,
     destination: Destination,
@@ -56,7 +56,7 @@ pub fn save_deferred(
     begin(engine, open, destination, captures, state, deadline)
 }
 
-/// [`save`] into a store that is already open at the checkpoint's place.
+/// Saves like [`save`] into a store that is already open at the checkpoint's place.
 pub fn save_to(
     engine: &Arc<Engine>,
     store: Result<Arc<dyn Store>>,
@@ -101,7 +101,7 @@ fn begin(
 /// One rank's part in a save.
 struct Save<'a> {
     operation: &'a Operation,
-    /// At the checkpoint's place; a rank that cannot open it takes part with its error.
+    /// Store at the checkpoint's place; a rank that cannot open it takes part with its error.
     store: Result<Arc<dyn Store>>,
     destination: &'a Destination,
     state: State,
@@ -137,12 +137,12 @@ impl Save<'_> {
         self.store.as_deref().map_err(Error::clone)
     }
 
-    /// How long requests are tried again.
+    /// Returns how long requests are retried.
     fn patience(&self) -> Patience<'_> {
         Patience::of(self.progress, self.operation.deadline())
     }
 
-    /// The multiple at which the data of files begin there.
+    /// Returns the alignment of the files' data there.
     fn data_at(&self) -> Result<u64> {
         Ok(writer::data_at(self.store()?.needs().pieces))
     }
@@ -155,13 +155,13 @@ impl Save<'_> {
         retry(self.patience(), || Ok(store.can_publish()?))
     }
 
-    /// Rank 0's last check of the place before ranks agree.
+    /// Makes rank 0's last check of the place before ranks agree.
     fn admit(&self) -> Result<()> {
         let store = self.store()?;
         retry(self.patience(), || commit::admit(store, self.destination))
     }
 
-    /// Captures and writes this rank's parts, and reads what else is compared.
+    /// Captures and writes this rank's parts, and reads the other ranges that are compared.
     fn write_tensors(&self, scope: &Scope, writes: &[Write]) -> Result<BatchOutcome> {
         let unwritten = scope.unwritten(&self.state.catalog, writes);
         let batch = Batch::new(self.operation, &self.state, writes, &[], self.data_at()?);
@@ -171,11 +171,11 @@ impl Save<'_> {
         Ok(written)
     }
 
-    /// Waits until the caller confirms that it did not modify what was captured lazily, then compares replicas where
-    /// the plan asks for it.
+    /// Waits until the caller confirms that it did not modify the tensors that were captured lazily, then compares
+    /// replicas if the plan asks for it.
     ///
     /// # Errors
-    /// As [`replicas::prove`]. A modification becomes the failure of what was written.
+    /// As [`replicas::prove`]. A modification becomes the failure of the writes.
     fn confirm(&self, plan: &RankPlan, scope: &Scope, tensors: &mut BatchOutcome) -> Result<()> {
         // A save that has failed was never staged: its caller confirms nothing.
         if self.state.captures().lazy && tensors.failure.is_none() {
@@ -205,7 +205,7 @@ impl Save<'_> {
         written
     }
 
-    /// Publishes what all ranks wrote, or deletes this rank's files.
+    /// Publishes the files of all ranks, or deletes this rank's files.
     fn commit(
         &self,
         store: &dyn Store,

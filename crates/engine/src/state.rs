@@ -10,18 +10,18 @@ use shardfast_transfer::capture::Captures;
 use shardfast_transfer::error::{Error, Result};
 use shardfast_transfer::provider::{Fences, Provider, Run};
 
-/// What one rank gives to a save.
+/// State that one rank gives to a save.
 #[derive(Default)]
 pub struct State {
     /// The rank's leaves.
     pub catalog: Arc<Catalog>,
-    /// For each leaf of the catalog its parts' bytes, in order: one provider for an object, none for an alias.
+    /// Parts' bytes by leaf of the catalog, in order: one provider for an object, none for an alias.
     pub providers: Vec<Vec<Arc<dyn Provider>>>,
-    /// Which ranks hold the same parts of each leaf; `None` when that is not known.
+    /// Ranks that hold the same parts of each leaf; `None` when that is not known.
     pub replicas: Option<Arc<Replicas>>,
-    /// For each leaf when the ranks' replicas of it are compared; of leaves beyond its end at the first save.
+    /// Times of comparing replicas, by leaf; for leaves beyond its end, the first save.
     pub compared: Arc<Vec<Compared>>,
-    /// Who makes the state that values tell of.
+    /// Classes that make state, such as optimizers.
     pub makers: Arc<Vec<Maker>>,
 }
 
@@ -29,11 +29,11 @@ pub struct State {
 /// classes for it that differ in name and in kind: no load could give it to both.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Maker {
-    /// The value that tells of it.
+    /// Name of the value leaf that the state belongs to.
     pub value: LeafName,
     /// The name of the class.
     pub class: String,
-    /// Common to classes that can take each other's state.
+    /// Kind, common to classes that can load each other's state.
     pub kind: String,
     /// Owners of state that it has made.
     pub made: Vec<String>,
@@ -41,7 +41,7 @@ pub struct Maker {
     pub unmade: Vec<String>,
 }
 
-/// Where a save goes, and what it records.
+/// Destination of a save, and its notes.
 #[derive(Debug, Clone)]
 pub struct Destination {
     /// The URL of the checkpoint; must hold no committed checkpoint.
@@ -50,31 +50,31 @@ pub struct Destination {
     pub step: Option<u64>,
     /// The user's notes.
     pub user: BTreeMap<String, String>,
-    /// Which replicas are compared: ranks that hold the same region with different bytes fail the save.
+    /// Replicas to compare: ranks that hold the same region with different bytes fail the save.
     pub prove: Prove,
-    /// Whether the caller does nothing else until the save has ended.
+    /// `true` if the caller does nothing else until the save has ended.
     pub blocking: bool,
 }
 
-/// Which replicas a save compares.
+/// Replicas that a save compares.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Prove {
     /// None: of each region the copy of the lowest rank that holds it is taken.
     Nothing,
-    /// Those of leaves that are compared at the first save of a plan, if this is it.
+    /// Replicas of leaves that are compared at the first save of a plan, if this is it.
     #[default]
     FirstSave,
     /// All that may be compared at all.
     EverySave,
 }
 
-/// When the replicas of a leaf are compared.
+/// Time at which the replicas of a leaf are compared.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Compared {
     /// At the first save of each plan, and when the caller asks every save to.
     #[default]
     FirstSave,
-    /// When the caller asks every save to: such replicas drift apart in sound programs.
+    /// Whenever the caller asks every save to: such replicas drift apart in correct programs.
     OnRequest,
     /// At every save, in any case: that they were equal once proves nothing later.
     EverySave,
@@ -88,25 +88,25 @@ pub(crate) struct PartRange {
     /// Index of the leaf in the catalog.
     pub(crate) leaf: u32,
     pub(crate) part: u32,
-    /// From the part's start.
+    /// Offset from the part's start, in bytes.
     pub(crate) at: u64,
     pub(crate) bytes: u64,
 }
 
 impl State {
-    /// Which captures there are among its tensors.
+    /// Returns the captures among its tensors.
     pub(crate) fn captures(&self) -> Captures {
         self.providers.iter().flatten().map(|provider| provider.capture()).collect()
     }
 
-    /// The bytes of a part, or of a value.
+    /// Returns the bytes of a part, or of a value.
     pub(crate) fn provider(&self, leaf: u32, part: u32) -> Result<Arc<dyn Provider>> {
         let of = self.providers[leaf as usize].get(part as usize).map(Arc::clone);
         let name = &self.catalog.leaves[leaf as usize].name;
         of.ok_or_else(|| Error::internal(format!("{name}: it has no part {part}")))
     }
 
-    /// The bytes of a range of a part.
+    /// Returns the bytes of a range of a part.
     pub(crate) fn range(&self, range: &PartRange) -> Result<Arc<dyn Provider>> {
         let of = self.provider(range.leaf, range.part)?;
         match (range.at, range.bytes) == (0, of.bytes()) {
@@ -115,7 +115,7 @@ impl State {
         }
     }
 
-    /// The offset in the part's bytes of what is to be written, and its length, in bytes.
+    /// Returns offset and length of the write in the part's bytes.
     pub(crate) fn extent(&self, write: &Write) -> Result<(u64, u64)> {
         let leaf = &self.catalog.leaves[write.leaf as usize];
         match &leaf.body {
@@ -173,7 +173,7 @@ impl State {
         )))
     }
 
-    /// SHA-256 of every encoded value, in the catalog's order.
+    /// Returns the SHA-256 of every encoded value, in the catalog's order.
     pub(crate) fn digests(&self) -> Result<Vec<[u8; 32]>> {
         let leaves = self.catalog.leaves.iter().zip(&self.providers);
         leaves
@@ -187,7 +187,7 @@ impl State {
     }
 }
 
-/// The region of a tensor's part that is to be written.
+/// Returns the region of a tensor's part that is to be written.
 pub(crate) fn leaf_region(leaf: &Leaf, write: &Write) -> Result<Region> {
     let LeafBody::Tensor { parts, .. } = &leaf.body else {
         return Err(Error::internal(format!("{}: it is no tensor and has no part {}", leaf.name, write.part)));

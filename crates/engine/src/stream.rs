@@ -60,7 +60,7 @@ pub fn tensor_bytes(dtype: DType, shape: &[u64]) -> u64 {
     checked_numel(shape).unwrap_or(0) * dtype.size_bytes()
 }
 
-/// Consecutive items whose sizes sum to at most `bytes_max`; an item that is larger stands alone.
+/// Divides consecutive items into runs whose sizes sum to at most `bytes_max`; an item that is larger stands alone.
 pub fn batches(sizes: impl IntoIterator<Item = u64>, bytes_max: u64) -> Vec<Range<usize>> {
     let mut out: Vec<Range<usize>> = Vec::new();
     let mut total = 0u64;

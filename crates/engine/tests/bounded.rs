@@ -30,7 +30,7 @@ impl Provider for Made {
     }
 }
 
-/// The most memory that this process ever had.
+/// Returns the most memory that this process ever had.
 fn peak_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -81,7 +81,7 @@ fn memory_is_bounded_by_the_budget() {
 
     assert!(verify(&engine, &place("a"), &|_, _| ()).unwrap().is_sound());
     let checkpoint = open(&engine, &place("a"), deadline).unwrap();
-    // SAFETY: `loaded` outlives the load and is touched by nobody else meanwhile.
+    // SAFETY: `loaded` outlives the load and no other code touches it meanwhile.
     #[allow(unsafe_code)]
     let sink = unsafe { Sink::new(loaded.as_mut_ptr() as usize, &[TENSOR_BYTES / 4], &[4], 4) }.unwrap();
     let want = Want { leaf: 0, region: Region::whole(&[TENSOR_BYTES / 4]), sink };
@@ -109,7 +109,7 @@ fn shared_loads(url: &str) {
             threads.spawn(move || {
                 let engine = Engine::new(coord, BUDGET_BYTES).unwrap();
                 let checkpoint = open(&engine, url, deadline).unwrap();
-                // SAFETY: `place` outlives the load and is touched by nobody else meanwhile.
+                // SAFETY: `place` outlives the load and no other code touches it meanwhile.
                 #[allow(unsafe_code)]
                 let sink = unsafe { Sink::new(place.as_mut_ptr() as usize, &[TENSOR_BYTES / 4], &[4], 4) }.unwrap();
                 let want = Want { leaf: 0, region: Region::whole(&[TENSOR_BYTES / 4]), sink };

@@ -1,4 +1,4 @@
-//! The leaves that one rank holds.
+//! Leaves of one rank: names, kinds and regions.
 
 use std::cmp::Ordering;
 use std::collections::HashSet;
@@ -12,8 +12,8 @@ use crate::error::Error;
 use crate::name::check_key;
 use crate::region::{Dims, Region};
 
-/// The leaf's place in the user's state: the key of `state` (a directory of the checkpoint) and the fully qualified
-/// name below it.
+/// Place of a leaf in the user's state: its key in `state` (a directory of the checkpoint) and its fully qualified name
+/// below the key.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LeafName {
     /// The user's key: `model`, `optimizer`, `extra`, …
@@ -23,13 +23,13 @@ pub struct LeafName {
 }
 
 impl LeafName {
-    /// The leaf `name` under `key`.
+    /// Makes the name of the leaf `name` under `key`.
     pub fn new(key: impl Into<String>, name: impl Into<String>) -> LeafName {
         LeafName { key: key.into(), name: name.into() }
     }
 }
 
-/// Writes `model/layers.0.weight`.
+/// Formats as `model/layers.0.weight`.
 impl std::fmt::Display for LeafName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}/{}", self.key, self.name)
@@ -39,21 +39,21 @@ impl std::fmt::Display for LeafName {
 /// One leaf as one rank holds it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Leaf {
-    /// Where in the user's state the leaf stands.
+    /// Key and name in the user's state.
     pub name: LeafName,
-    /// What it is and which parts of it this rank holds.
+    /// Kind of the leaf, and the parts of it that this rank holds.
     pub body: LeafBody,
     /// The leaf's layout in the saving job, as text (`mesh(dp=2, tp=2) [Shard(0), Replicate()]`). Information only:
     /// nothing depends on it. May be empty.
     pub layout: String,
 }
 
-/// What a leaf is.
+/// Kind and contents of a leaf.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum LeafBody {
     /// A tensor, of which this rank holds the given disjoint, non-empty parts (none for an empty shard).
     Tensor {
-        /// Element type.
+        /// Type of the elements.
         dtype: DType,
         /// Global shape, in elements.
         shape: Dims,
@@ -62,7 +62,7 @@ pub enum LeafBody {
     },
     /// An encoded value.
     Object {
-        /// Whose it is, as the user declared it.
+        /// Owner that the user declared.
         owner: Owner,
     },
     /// The same tensor as another leaf (tied weights): stored once, restored as tied.
@@ -72,37 +72,37 @@ pub enum LeafBody {
     },
 }
 
-/// Whose a value is.
+/// Ranks that a value belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Owner {
-    /// The job's.
+    /// The whole job: every rank holds the same value.
     Job,
-    /// This rank's alone.
+    /// One rank: each rank holds a value of its own.
     Rank,
-    /// One of several pieces', each of which some rank has: `NAME.piece.INDEX` is the leaf's name.
+    /// One of several pieces, each held by some rank. The leaf is named `NAME.piece.INDEX`.
     Piece {
-        /// Which one.
+        /// Index of the piece, from 0.
         index: u32,
-        /// How many there are.
+        /// Number of pieces.
         count: u32,
     },
 }
 
-/// Every leaf that one rank holds, sorted by [`LeafName`], names unique.
+/// All leaves of one rank, sorted by [`LeafName`], names unique.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Catalog {
-    /// The leaves.
+    /// Leaves, sorted by name.
     pub leaves: Vec<Leaf>,
 }
 
 impl Catalog {
-    /// A digest of what is to be saved: names, kinds, dtypes, shapes and regions, without the layouts' texts. Two
-    /// catalogs with one fingerprint have the same plan.
+    /// Returns a SHA-256 of names, kinds, dtypes, shapes and regions, without the layouts. Catalogs with equal
+    /// fingerprints have the same plan.
     pub fn fingerprint(&self) -> [u8; 32] {
         let mut digest = Sha256::new();
         digest.update(b"shardfast catalog 1");
         let number = |digest: &mut Sha256, value: u64| digest.update(value.to_le_bytes());
-        // Every text and list has its length in front, so that no two catalogs give the same bytes.
+        // Every text and list is preceded by its length, so that no two catalogs give the same bytes.
         let text = |digest: &mut Sha256, text: &str| {
             number(digest, text.len() as u64);
             digest.update(text.as_bytes());
@@ -141,9 +141,9 @@ impl Catalog {
         digest.finalize().into()
     }
 
-    /// Checks what one rank can check alone: keys are valid, leaves sorted and unique, tensors of sane shape, parts in
-    /// bounds and not empty (unless the tensor itself is), alias targets present and tensors. The planner checks
-    /// whether parts are disjoint and the ranks agree.
+    /// Checks what one rank can check alone: keys are valid, leaves are sorted and unique, shapes are within limits,
+    /// parts are in bounds and not empty (unless the tensor is), alias targets exist and are tensors. The planner
+    /// checks that parts are disjoint and that the ranks agree.
     ///
     /// # Errors
     /// `Invalid`, naming every problem, one per line.

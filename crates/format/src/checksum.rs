@@ -10,12 +10,12 @@ use sha2::{Digest, Sha256};
 /// The block of a data file that one CRC-64 covers, in bytes, counted from the file's `data_start`.
 pub const BLOCK_BYTES: u64 = 65_536;
 
-/// CRC-64/NVME of `bytes`.
+/// Returns the CRC-64/NVME of `bytes`.
 pub fn crc64(bytes: &[u8]) -> u64 {
     crc_fast::checksum(CrcAlgorithm::Crc64Nvme, bytes)
 }
 
-/// CRC-64/NVME of two pieces one behind the other, from those of each: `first`, then `second` of `second_bytes` bytes.
+/// Joins two CRC-64/NVME: that of `first`, and that of `second`, which follows it and has `second_bytes` bytes.
 pub fn crc64_joined(first: u64, second: u64, second_bytes: u64) -> u64 {
     const BLOCK: u64 = power_of_x(BLOCK_BYTES);
     let shift = if second_bytes == BLOCK_BYTES { BLOCK } else { power_of_x(second_bytes) };
@@ -25,7 +25,7 @@ pub fn crc64_joined(first: u64, second: u64, second_bytes: u64) -> u64 {
 /// The polynomial without its highest power, reflected: the highest bit is the coefficient of 1.
 const POLYNOMIAL: u64 = 0xad93_d235_94c9_3659_u64.reverse_bits();
 
-/// The product of two polynomials, modulo [`POLYNOMIAL`].
+/// Multiplies two polynomials modulo [`POLYNOMIAL`].
 const fn product(a: u64, mut b: u64) -> u64 {
     let (mut product, mut bit) = (0, 64);
     while bit > 0 {
@@ -36,7 +36,7 @@ const fn product(a: u64, mut b: u64) -> u64 {
     product
 }
 
-/// `x` to the power of the bits of so many bytes.
+/// Returns `x` to the power of the number of bits in `bytes` bytes.
 const fn power_of_x(mut bytes: u64) -> u64 {
     let (mut power, mut square) = (1 << 63, 1 << (63 - 8));
     while bytes > 0 {
@@ -49,22 +49,22 @@ const fn power_of_x(mut bytes: u64) -> u64 {
     power
 }
 
-/// CRC-64/NVME of bytes that come in pieces.
+/// A CRC-64/NVME computed piece by piece.
 #[derive(Debug, Clone)]
 pub struct Crc64(CrcDigest);
 
 impl Crc64 {
-    /// Nothing seen yet.
+    /// Starts with no bytes.
     pub fn new() -> Crc64 {
         Crc64(CrcDigest::new(CrcAlgorithm::Crc64Nvme))
     }
 
-    /// Takes the next piece.
+    /// Adds the next piece.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
-    /// The checksum of all pieces.
+    /// Returns the checksum of all pieces.
     pub fn finish(self) -> u64 {
         self.0.finalize()
     }
@@ -76,7 +76,7 @@ impl Default for Crc64 {
     }
 }
 
-/// SHA-256 of `bytes` (FIPS 180-4).
+/// Returns the SHA-256 of `bytes` (FIPS 180-4).
 pub fn sha256(bytes: &[u8]) -> [u8; 32] {
     Sha256::digest(bytes).into()
 }

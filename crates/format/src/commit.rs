@@ -17,28 +17,28 @@ const CRC: &str = "crc64 ";
 pub struct Commit {
     /// Major version of the format that the checkpoint is written in.
     pub major: u32,
-    /// Minor version.
+    /// Minor version of the format.
     pub minor: u32,
-    /// The save's own name: 16 lowercase hexadecimal digits.
+    /// Attempt that wrote the checkpoint: 16 lowercase hexadecimal digits.
     pub attempt: String,
-    /// The manifest's file name, beside `COMMIT`.
+    /// File name of the manifest, beside `COMMIT`.
     pub manifest: String,
-    /// The manifest's size.
+    /// Size of the manifest, in bytes.
     pub manifest_bytes: u64,
     /// SHA-256 of the manifest.
     pub manifest_sha256: [u8; 32],
 }
 
 impl Commit {
-    /// The record's bytes.
+    /// Encodes the record, its checksum included.
     pub fn encode(&self) -> Vec<u8> {
         let body = self.body();
         let crc = crc64(body.as_bytes());
         format!("{body}{CRC}{crc:016x}\n").into_bytes()
     }
 
-    /// Reads a record: its own checksum first, then its version, then the rest. What a later minor version adds,
-    /// between the known lines and the checksum, is ignored.
+    /// Decodes a record: checks its checksum first, then its version, then the rest. Lines that a later minor version
+    /// adds between the known lines and the checksum are ignored.
     ///
     /// # Errors
     /// `Corrupt` for any byte that [`Commit::encode`] would not have written; `Unsupported` for another major version.
@@ -86,7 +86,7 @@ impl Commit {
         Err(corrupt(format!("expected nothing but {known:?} before the checksum, found {body:?}")))
     }
 
-    /// Checks that `manifest` is the one of this record.
+    /// Checks that size and SHA-256 of `manifest` are those of this record.
     ///
     /// # Errors
     /// `Corrupt`, naming the file and both sizes or digests.

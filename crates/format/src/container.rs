@@ -17,7 +17,7 @@ pub(crate) const JSON_BYTES_MAX: u64 = 100_000_000;
 /// Most dimensions of a tensor: PyTorch's and NumPy's own limit.
 pub const NDIM_MAX: usize = 64;
 
-/// The length field in front of the JSON, in bytes.
+/// Size of the length field in front of the JSON, in bytes.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
 const METADATA: &str = "__metadata__";
@@ -25,28 +25,28 @@ const METADATA: &str = "__metadata__";
 /// A parsed and checked container.
 #[derive(Debug)]
 pub(crate) struct Container {
-    /// Where the tensors begin.
+    /// First byte of the tensors, from the file's start.
     pub(crate) data_start: u64,
-    /// Tensors, by offset.
+    /// Tensors, sorted by offset.
     pub(crate) entries: Vec<Entry>,
-    /// The JSON's `__metadata__`.
+    /// Contents of the JSON's `__metadata__`.
     pub(crate) metadata: BTreeMap<String, String>,
 }
 
-/// A tensor of a container, as its header says it.
+/// A tensor of a container, as the header describes it.
 #[derive(Debug)]
 pub(crate) struct Entry {
-    /// Its name.
+    /// Name of the tensor.
     pub(crate) name: String,
-    /// Its element type, or the name of an unknown one, with unchecked size.
+    /// Element type; `Err` holds the name of an unknown one, whose size is unchecked.
     pub(crate) dtype: Result<DType, String>,
-    /// Its shape as the header counts it (twice the last dimension for [`DType::F4x2`]).
+    /// Shape as the header counts it (twice the last dimension for [`DType::F4x2`]).
     pub(crate) shape: Dims,
-    /// First byte and the one after the last, counted from `data_start`.
+    /// First byte and the one after the last, from `data_start`.
     pub(crate) span: (u64, u64),
 }
 
-/// The shape that a header shows for a tensor: two values per byte are counted one by one. A zero-dimensional
+/// Returns the shape that a header shows for a tensor: two values per byte are counted one by one. A zero-dimensional
 /// [`DType::F4x2`] shows as `[2]`, since half a byte cannot be expressed.
 pub(crate) fn header_shape(dtype: DType, shape: &[u64]) -> Option<Dims> {
     let mut shown = Dims::from_slice(shape);
@@ -59,7 +59,7 @@ pub(crate) fn header_shape(dtype: DType, shape: &[u64]) -> Option<Dims> {
     Some(shown)
 }
 
-/// Size of a tensor in bytes, or `None` beyond `u64`.
+/// Returns the size of a tensor in bytes, or `None` beyond `u64`.
 pub(crate) fn tensor_bytes(dtype: DType, shape: &[u64]) -> Option<u64> {
     checked_numel(shape)?.checked_mul(dtype.size_bytes())
 }
@@ -96,7 +96,7 @@ pub(crate) fn json<'a>(
     out
 }
 
-/// Length field, JSON and spaces, together `data_start` bytes; `data_start` is at least `8 + json.len()`.
+/// Returns length field, JSON and padding, together `data_start` bytes; `data_start` must be at least `8 + json.len()`.
 pub(crate) fn frame(json: &[u8], data_start: u64) -> Vec<u8> {
     let mut out = Vec::with_capacity(data_start as usize);
     out.extend_from_slice(&(data_start - LENGTH_BYTES).to_le_bytes());
@@ -109,8 +109,8 @@ fn push_string(out: &mut Vec<u8>, text: &str) {
     serde_json::to_writer(out, text).expect("any text is a JSON string, and memory takes every write");
 }
 
-/// Parses the container at the start of `bytes`, which hold at least its header; `file_bytes` is the whole file's size.
-/// `what` names the file in messages.
+/// Parses the container at the start of `bytes`, which must hold at least its header. `file_bytes` is the size of the
+/// whole file; `what` names the file in messages.
 pub(crate) fn parse(what: &str, bytes: &[u8], file_bytes: u64) -> Result<Container, Error> {
     let corrupt = |message: String| Error::Corrupt(format!("{what}: {message}"));
     let length = match bytes.first_chunk::<8>() {
@@ -165,7 +165,7 @@ pub(crate) fn parse(what: &str, bytes: &[u8], file_bytes: u64) -> Result<Contain
     Ok(Container { data_start, entries, metadata: header.metadata })
 }
 
-/// Bytes of a tensor of a header's shape; `None` when that is no whole number within `u64`.
+/// Returns the bytes of a tensor of a header's shape; `None` when that is no whole number within `u64`.
 fn shown_bytes(dtype: DType, shape: &[u64]) -> Option<u64> {
     let numel = checked_numel(shape)?;
     match dtype {
@@ -187,8 +187,8 @@ pub(crate) fn true_shape(dtype: DType, mut shown: Dims) -> Option<Dims> {
     Some(shown)
 }
 
-/// The JSON as it is. Its depth is bounded by the types (and by serde_json's own limit for what they skip); no memory
-/// is reserved beyond the bytes at hand.
+/// The JSON as parsed. The types bound its depth (serde_json's own limit bounds what they skip); no memory is reserved
+/// beyond the bytes at hand.
 struct Header {
     entries: Vec<Entry>,
     metadata: BTreeMap<String, String>,

@@ -1,7 +1,7 @@
-//! The one spelling of numbers in text that the format accepts: lowercase hexadecimal, two digits per byte, and decimal
-//! without sign, leading zeros or spaces.
+//! Reads and writes the one spelling of numbers that the format accepts: lowercase hexadecimal, two digits per byte,
+//! and decimal without sign, leading zeros or spaces.
 
-/// The hexadecimal digits of `bytes`.
+/// Returns the hexadecimal digits of `bytes`.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     let mut out = String::with_capacity(bytes.len() * 2);
     for &byte in bytes {
@@ -12,7 +12,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     out
 }
 
-/// The number that exactly 16 hexadecimal digits spell.
+/// Parses exactly 16 hexadecimal digits.
 pub(crate) fn hex_u64(digits: &[u8]) -> Option<u64> {
     if digits.len() != 16 {
         return None;
@@ -20,7 +20,7 @@ pub(crate) fn hex_u64(digits: &[u8]) -> Option<u64> {
     digits.iter().try_fold(0u64, |value, &digit| Some(value << 4 | u64::from(nibble(digit)?)))
 }
 
-/// The bytes that exactly `2 * N` hexadecimal digits spell.
+/// Parses exactly `2 * N` hexadecimal digits into bytes.
 pub(crate) fn hex_bytes<const N: usize>(digits: &[u8]) -> Option<[u8; N]> {
     if digits.len() != 2 * N {
         return None;
@@ -32,7 +32,7 @@ pub(crate) fn hex_bytes<const N: usize>(digits: &[u8]) -> Option<[u8; N]> {
     Some(out)
 }
 
-/// The number that decimal digits spell.
+/// Parses decimal digits.
 pub(crate) fn decimal_u64(digits: &str) -> Option<u64> {
     let value: u64 = digits.parse().ok()?;
     (value.to_string() == digits).then_some(value)

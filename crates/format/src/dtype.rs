@@ -17,8 +17,8 @@ pub enum DType {
     F8E8M0 = 5,
     F8E5M2Fnuz = 6,
     F8E4M3Fnuz = 7,
-    /// Two 4-bit floats in a byte: the unit here is the byte (torch's `float4_e2m1fn_x2`); in a safetensors header
-    /// the last dimension counts single values and is twice as long.
+    /// Two 4-bit floats in a byte (torch's `float4_e2m1fn_x2`). The unit is the byte; in a safetensors header the last
+    /// dimension counts single values and is twice as long.
     F4x2 = 8,
     U16 = 9,
     I16 = 10,
@@ -34,7 +34,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Every type, in the order of the stored discriminants.
+    /// All types, in the order of the stored discriminants.
     pub const ALL: [DType; 20] = [
         DType::Bool,
         DType::U8,
@@ -58,7 +58,7 @@ impl DType {
         DType::C64,
     ];
 
-    /// Bytes of one element (of one pair, for [`DType::F4x2`]).
+    /// Returns the bytes of one element (of one pair, for [`DType::F4x2`]).
     pub const fn size_bytes(self) -> u64 {
         match self {
             DType::Bool
@@ -76,7 +76,7 @@ impl DType {
         }
     }
 
-    /// The name in a safetensors header.
+    /// Returns the name in a safetensors header.
     pub const fn name(self) -> &'static str {
         match self {
             DType::Bool => "BOOL",
@@ -102,17 +102,17 @@ impl DType {
         }
     }
 
-    /// The type of that safetensors name.
+    /// Returns the type with the safetensors name `name`.
     pub fn from_name(name: &str) -> Option<DType> {
         DType::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
 
-    /// The type of a stored discriminant.
+    /// Returns the type with the stored discriminant `code`.
     pub fn from_code(code: u8) -> Option<DType> {
         DType::ALL.get(usize::from(code)).copied()
     }
 
-    /// The stored discriminant.
+    /// Returns the stored discriminant.
     pub const fn code(self) -> u8 {
         self as u8
     }

@@ -1,5 +1,5 @@
-//! A data file: a safetensors file whose layout is fixed before the first byte is written, and whose header, written
-//! last, holds the checksums of its blocks.
+//! Lays out and reads data files: safetensors files whose layout is fixed before the first byte is written. Their
+//! header, written last, holds the checksums of their blocks.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::region::Dims;
 
-/// The data of a file begin at a multiple of this many bytes, so that they can be written and read directly.
+/// Alignment of a file's data, in bytes: suits direct I/O.
 pub const DATA_ALIGNMENT: u64 = 4096;
 
 const FORMAT: &str = "format";
@@ -20,22 +20,22 @@ const BLOCK_SIZE: &str = "shardfast.block_bytes";
 /// Digits of one block's checksum in the header.
 const CRC_DIGITS: usize = 16;
 
-/// The JSON up to the digits, which stand first so that their place is known.
+/// JSON up to the checksums' digits, which stand first so that their offset is fixed.
 const BEFORE_DIGITS: &str = "{\"__metadata__\":{\"shardfast.blocks\":\"";
 
-/// A tensor that a data file is going to hold.
+/// A tensor of a data file that is to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EntrySpec {
-    /// Its name in the file.
+    /// Name in the file.
     pub name: String,
-    /// Element type.
+    /// Type of the elements.
     pub dtype: DType,
     /// Shape, in elements.
     pub shape: Dims,
 }
 
 impl EntrySpec {
-    /// The most bytes that it takes in a file's header, besides the checksums of its data.
+    /// Returns the most bytes that the tensor takes in a file's header, without the checksums of its data.
     pub fn header_bytes_max(&self) -> u64 {
         let spelled = |byte| match byte {
             b'"' | b'\\' => 2,
@@ -47,22 +47,22 @@ impl EntrySpec {
     }
 }
 
-/// The layout of a data file that is going to be written.
+/// Layout of a data file that is to be written.
 #[derive(Debug, Clone)]
 pub struct FileLayout {
-    /// Where the data begin, in bytes from the file's start: a multiple of [`DATA_ALIGNMENT`].
+    /// Offset of the data in the file, in bytes: a multiple of [`DATA_ALIGNMENT`].
     pub data_start: u64,
-    /// Bytes of data.
+    /// Size of the data, in bytes.
     pub data_bytes: u64,
-    /// Each tensor's first byte, from the file's start.
+    /// Offset of each tensor in the file, in bytes.
     pub offsets: Vec<u64>,
-    /// Blocks of [`BLOCK_BYTES`] (the last one shorter) that the data make.
+    /// Number of blocks of [`BLOCK_BYTES`] in the data (the last one may be shorter).
     pub blocks: usize,
     json: Vec<u8>,
 }
 
 impl FileLayout {
-    /// Lays the tensors out in the order given, without holes. `metadata` is added to the header's `__metadata__`.
+    /// Lays the tensors out in the order given, without gaps, and adds `metadata` to the header's `__metadata__`.
     ///
     /// # Errors
     /// `Invalid` for duplicate names, more than 64 dimensions, a file beyond `u64`, a header beyond 100 MB, or metadata
@@ -120,7 +120,8 @@ impl FileLayout {
         Ok(FileLayout { data_start, data_bytes: position, offsets, blocks, json })
     }
 
-    /// The same layout with data that begin at the next multiple of `bytes`, itself a multiple of [`DATA_ALIGNMENT`].
+    /// Moves the start of the data to the next multiple of `bytes`, itself rounded up to a multiple of
+    /// [`DATA_ALIGNMENT`].
     ///
     /// # Errors
     /// `Invalid` for a header beyond 100 MB.
@@ -134,12 +135,12 @@ impl FileLayout {
         Ok(self)
     }
 
-    /// The whole file's size.
+    /// Returns the size of the whole file, in bytes.
     pub fn file_bytes(&self) -> u64 {
         self.data_start + self.data_bytes
     }
 
-    /// The file's first `data_start` bytes. `block_crcs` are the CRC-64 of the data's blocks, in order.
+    /// Returns the file's first `data_start` bytes. `block_crcs` are the CRC-64 of the data's blocks, in order.
     ///
     /// # Errors
     /// `Invalid` when their number is not [`FileLayout::blocks`].
@@ -163,35 +164,35 @@ fn too_large(data_bytes: u64) -> Error {
     ))
 }
 
-/// A tensor of a data file.
+/// A tensor of a data file that was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeaderEntry {
-    /// Its name in the file.
+    /// Name in the file.
     pub name: String,
-    /// Element type.
+    /// Type of the elements.
     pub dtype: DType,
     /// Shape, in elements.
     pub shape: Dims,
-    /// Its first byte, from the file's start.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// A data file's header, checked.
+/// A parsed and checked header of a data file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataHeader {
-    /// Where the data begin, in bytes from the file's start.
+    /// Offset of the data in the file, in bytes.
     pub data_start: u64,
-    /// Bytes of data.
+    /// Size of the data, in bytes.
     pub data_bytes: u64,
-    /// The tensors, by offset.
+    /// Tensors, sorted by offset.
     pub entries: Vec<HeaderEntry>,
     /// Bytes of data that one checksum covers (the last block may be shorter).
     pub block_bytes: u64,
     /// CRC-64/NVME of each block.
     pub block_crcs: Vec<u64>,
-    /// The other entries of `__metadata__`.
+    /// Other entries of `__metadata__`.
     pub metadata: BTreeMap<String, String>,
 }
 

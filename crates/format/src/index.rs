@@ -1,12 +1,12 @@
-//! The index that makes a key's directory open in the Hugging Face stack.
+//! Writes the index with which the Hugging Face stack opens a key's directory.
 
 use std::collections::BTreeMap;
 
 use crate::manifest::{LeafKind, Manifest};
 
-/// `model.safetensors.index.json` for a key that holds tensors only, all of them whole: which of the directory's files
-/// holds which tensor. Aliases have no data of their own; the model ties them. `None` when the
-/// key holds no tensor, an object, or a tensor that is cut or lies outside the key's directory.
+/// Returns `model.safetensors.index.json` for a key: which of the directory's files holds which tensor. Aliases have no
+/// data; the model ties them. Returns `None` when the key holds no tensor, an object, or a tensor that is cut or lies
+/// outside the key's directory.
 pub fn hugging_face_index(manifest: &Manifest, key: &str) -> Option<Vec<u8>> {
     let mut total_size = 0u64;
     let mut weight_map = BTreeMap::new();

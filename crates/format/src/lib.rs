@@ -1,7 +1,7 @@
-//! What the bytes of a checkpoint mean: regions, leaves, manifest, safetensors headers, checksums, versions.
+//! Defines the bytes of a checkpoint: regions, leaves, manifest, safetensors headers, checksums, versions.
 //!
-//! This crate does no I/O. It knows no files, clocks, threads, networks, ranks' topology or frameworks. The format is
-//! specified in `docs/format.md`.
+//! This crate does no I/O. It knows no files, clocks, threads, networks, topology of ranks or frameworks.
+//! `docs/format.md` specifies the format.
 
 pub mod catalog;
 pub mod checksum;

@@ -1,5 +1,5 @@
-//! The manifest: which leaves a checkpoint holds, and where each of their regions and values lies. Struct of arrays in
-//! memory as in the file, so that a million regions open in a fraction of a second.
+//! Holds the manifest: the leaves of a checkpoint, and the extents of their regions and values. Columns in memory as in
+//! the file, so that a million regions open in a fraction of a second.
 
 mod attempt;
 mod build;
@@ -16,33 +16,33 @@ use crate::region::{Dims, Region};
 
 pub use build::ManifestBuilder;
 
-/// What is known about the save as a whole.
+/// Facts about the save as a whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SaveInfo {
-    /// The save's own name: 16 lowercase hexadecimal digits, drawn at random.
+    /// Attempt of the save: 16 lowercase hexadecimal digits, drawn at random.
     pub attempt: String,
-    /// The training step, where the saver named one.
+    /// Training step; `None` if the caller gave none.
     pub step: Option<u64>,
     /// Number of ranks that saved.
     pub world: u32,
-    /// When the save was requested, in milliseconds since 1970-01-01 UTC.
+    /// Time of the request to save, in milliseconds since 1970-01-01 UTC.
     pub created_unix_ms: u64,
-    /// The program that wrote it: `shardfast 0.1.0`.
+    /// Program that wrote the manifest: `shardfast 0.1.0`.
     pub writer: String,
-    /// The user's notes.
+    /// Notes of the user.
     pub user: BTreeMap<String, String>,
 }
 
-/// A data file.
+/// A data file of the checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileEntry {
-    /// Its path, relative to the checkpoint.
+    /// Path relative to the checkpoint.
     pub path: String,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Where its data begin, in bytes from its start.
+    /// Offset of the data in the file, in bytes.
     pub data_start: u64,
-    /// CRC-64/NVME of its first `data_start` bytes, which hold the checksums of the rest.
+    /// CRC-64/NVME of the file's first `data_start` bytes, which hold the checksums of the rest.
     pub header_crc: u64,
 }
 
@@ -51,31 +51,31 @@ pub struct FileEntry {
 pub struct Extent {
     /// Index of the file.
     pub file: u32,
-    /// First byte, from the file's start.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// Length, in bytes.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
 /// One leaf of a manifest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeafRef<'a> {
-    /// The key of the user's state.
+    /// Key of the user's state.
     pub key: &'a str,
-    /// The fully qualified name below the key.
+    /// Fully qualified name below the key.
     pub name: &'a str,
-    /// The leaf's layout in the saving job, as text. Information only.
+    /// Layout of the leaf in the saving job, as text. Information only.
     pub layout: &'a str,
-    /// What it is.
+    /// Kind of the leaf.
     pub kind: LeafKind<'a>,
 }
 
-/// What a leaf of a manifest is.
+/// Kind of a leaf of a manifest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LeafKind<'a> {
     /// A tensor; its data are [`Manifest::regions`].
     Tensor {
-        /// Element type.
+        /// Type of the elements.
         dtype: DType,
         /// Global shape, in elements.
         shape: &'a [u64],
@@ -89,14 +89,14 @@ pub enum LeafKind<'a> {
     },
 }
 
-/// A checked manifest: extents lie inside their files, regions inside their tensors, the
-/// regions of a tensor have as many elements as the tensor, alias targets are tensors, names are unique and sorted.
+/// A checked manifest: extents lie inside their files, regions inside their tensors, the regions of a tensor have as
+/// many elements as the tensor, alias targets are tensors, names are unique and sorted.
 ///
 /// The check does not prove that a tensor's regions are disjoint, nor that extents of different leaves are, since that
 /// takes more than linear time; the writer proved the former before the commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Manifest {
-    /// What is known about the save.
+    /// Facts about the save.
     pub info: SaveInfo,
     files: Vec<FileEntry>,
     strings: Strings,
@@ -112,13 +112,13 @@ struct Strings {
     ends: Vec<u64>,
 }
 
-/// What the column `leaves.kind` says.
+/// Values of the column `leaves.kind`.
 const KIND_TENSOR: u8 = 0;
 const KIND_OBJECT: u8 = 1;
 const KIND_ALIAS: u8 = 2;
 
-/// Columns of one row per leaf. Ends are cumulative: what belongs to leaf `i` reaches from `ends[i - 1]` (0 for the
-/// first) to `ends[i]`.
+/// Columns with one row per leaf. Ends are cumulative: the rows of leaf `i` are `ends[i - 1]` (0 for the first) to
+/// `ends[i]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Leaves {
     key: Vec<u32>,
@@ -126,31 +126,31 @@ struct Leaves {
     layout: Vec<u32>,
     kind: Vec<u8>,
     dtype: Vec<u8>,
-    /// The target's index for an alias, else 0.
+    /// Index of an alias's target, else 0.
     alias_of: Vec<u32>,
     dims_end: Vec<u64>,
     regions_end: Vec<u64>,
     values_end: Vec<u64>,
-    /// All shapes, one after the other.
+    /// All shapes, concatenated.
     shape: Vec<u64>,
 }
 
-/// Columns of one row per region; the coordinates of a region take as many numbers as its tensor has dimensions.
+/// Columns with one row per region. The coordinates of a region take one number for each dimension of its tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Regions {
     offsets: Vec<u64>,
     lengths: Vec<u64>,
     file: Vec<u32>,
     offset: Vec<u64>,
-    /// Of its elements.
+    /// Size of the elements, in bytes.
     bytes: Vec<u64>,
-    /// In its file: as many, so far.
+    /// Size in the file, in bytes: equal to `bytes` in this version.
     stored_bytes: Vec<u64>,
-    /// Where the coordinates of each leaf's first region stand. Not stored: it follows from the rest.
+    /// First row of each leaf's coordinates. Not stored: computed from the rest.
     coords_start: Vec<usize>,
 }
 
-/// Columns of one row per stored value, and its saving ranks as half-open ranges.
+/// Columns with one row per stored value; the ranks that saved it are half-open ranges.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Values {
     ranks_end: Vec<u64>,
@@ -158,9 +158,9 @@ struct Values {
     rank_stop: Vec<u32>,
     file: Vec<u32>,
     offset: Vec<u64>,
-    /// Of its encoding.
+    /// Size of the encoding, in bytes.
     bytes: Vec<u64>,
-    /// In its file: as many, so far.
+    /// Size in the file, in bytes: equal to `bytes` in this version.
     stored_bytes: Vec<u64>,
 }
 
@@ -170,32 +170,32 @@ impl Strings {
     }
 }
 
-/// The rows of parent `i` under cumulative ends.
+/// Returns the rows of parent `i` under cumulative ends.
 fn span(ends: &[u64], i: usize) -> Range<usize> {
     let start = if i == 0 { 0 } else { ends[i - 1] as usize };
     start..ends[i] as usize
 }
 
 impl Manifest {
-    /// Number of leaves.
+    /// Returns the number of leaves.
     pub fn len(&self) -> usize {
         self.leaves.kind.len()
     }
 
-    /// Whether there is no leaf at all.
+    /// Returns whether the manifest has no leaf.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The data files.
+    /// Returns the data files.
     pub fn files(&self) -> &[FileEntry] {
         &self.files
     }
 
-    /// Leaf `i`; leaves are sorted by key and name, byte by byte.
+    /// Returns leaf `i`; leaves are sorted by key and name, byte by byte.
     ///
     /// # Panics
-    /// When `i` is not below [`Manifest::len`]; so do all methods that take a leaf's index.
+    /// When `i` is not below [`Manifest::len`]; this holds for all methods that take a leaf's index.
     pub fn leaf(&self, i: usize) -> LeafRef<'_> {
         let kind = match self.leaves.kind[i] {
             KIND_TENSOR => LeafKind::Tensor { dtype: self.dtype(i), shape: self.shape(i) },
@@ -205,7 +205,7 @@ impl Manifest {
         LeafRef { key: self.key(i), name: self.name(i), layout: self.strings.get(self.leaves.layout[i]), kind }
     }
 
-    /// The leaf of that name.
+    /// Returns the index of the leaf called `name`.
     pub fn find(&self, name: &LeafName) -> Option<usize> {
         let wanted = (name.key.as_str(), name.name.as_str());
         let (mut low, mut high) = (0, self.len());
@@ -220,8 +220,8 @@ impl Manifest {
         None
     }
 
-    /// The regions of leaf `i`, by their offsets, and where the bytes of each lie in row-major order. None unless it is
-    /// a tensor.
+    /// Returns the regions of leaf `i`, sorted by offsets, with the extent of each one's row-major bytes. Empty unless
+    /// the leaf is a tensor.
     pub fn regions(&self, i: usize) -> impl ExactSizeIterator<Item = (Region, Extent)> + '_ {
         let rows = span(&self.leaves.regions_end, i);
         let (first, ndim) = (rows.start, span(&self.leaves.dims_end, i).len());
@@ -237,8 +237,8 @@ impl Manifest {
         })
     }
 
-    /// The values stored for leaf `i`, by their first rank: the ranks that saved this value (ascending, disjoint among
-    /// all values of the leaf), and where its encoding lies. None unless it is an object.
+    /// Returns the values of leaf `i`, sorted by first rank: the ranks that saved the value (ascending, disjoint among
+    /// all values of the leaf) and the extent of its encoding. Empty unless the leaf is an object.
     pub fn values(&self, i: usize) -> impl ExactSizeIterator<Item = (Vec<Range<u32>>, Extent)> + '_ {
         span(&self.leaves.values_end, i).map(move |row| {
             let Values { ranks_end, rank_start, rank_stop, file, offset, stored_bytes, .. } = &self.values;

@@ -1,49 +1,49 @@
-//! Names of a checkpoint's files and entries.
+//! Names a checkpoint's files and entries.
 
 use crate::digits::hex_u64;
 use crate::error::Error;
 use crate::region::Region;
 
-/// The record that makes a checkpoint exist; published last.
+/// Record that makes a checkpoint exist; published last.
 pub const COMMIT: &str = "COMMIT";
 
-/// The record of a checkpoint that was taken back, and whose files are deleted later.
+/// Record of a checkpoint whose `COMMIT` was taken back; its files are deleted later.
 pub const LEAVING: &str = ".leaving";
 
-/// Keeps a checkpoint, whatever the rules of retention say.
+/// Mark of a checkpoint that retention must keep.
 pub const PINNED: &str = ".pinned";
 
-/// Says that a copy is being made there.
+/// Mark of a directory into which a copy is being made.
 pub const COPYING: &str = ".copying";
 
-/// Longest key, in bytes: it must fit into one component of any file system's path.
+/// Longest key, in bytes: fits into one path component of any file system.
 pub const KEY_BYTES_MAX: usize = 200;
 
-/// The index of a key's directory, which makes it open in the Hugging Face stack.
+/// Index of a key's directory, with which the Hugging Face stack opens it.
 pub const HUGGING_FACE_INDEX: &str = "model.safetensors.index.json";
 
 const STEP_PREFIX: &str = "step-";
 const MANIFEST_PREFIX: &str = "manifest-";
 
-/// The directory of a step's checkpoint: `step-00001000`. Eight digits at least, more when needed.
+/// Returns the directory of a step's checkpoint: `step-00001000`. Eight digits at least.
 pub fn step_dir(step: u64) -> String {
     format!("{STEP_PREFIX}{step:08}")
 }
 
-/// The step of a directory of exactly the spelling of [`step_dir`].
+/// Returns the step of a directory that is spelled exactly as by [`step_dir`].
 pub fn parse_step_dir(name: &str) -> Option<u64> {
     let digits = name.strip_prefix(STEP_PREFIX)?;
     let step = digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok())??;
     (step_dir(step) == name).then_some(step)
 }
 
-/// The manifest's file name: `manifest-<attempt>`, so that two attempts never write the same file.
+/// Returns the manifest's file name: `manifest-<attempt>`, so that two attempts never write the same file.
 pub fn manifest_name(attempt: &str) -> String {
     format!("{MANIFEST_PREFIX}{attempt}")
 }
 
-/// The path of a data file in its checkpoint: `<key>/<rank>-<index>-<attempt>.safetensors`, the rank with at least five
-/// digits, the index (the rank's how-manieth file under this key) with at least three.
+/// Returns the path of a data file in its checkpoint: `<key>/<rank>-<index>-<attempt>.safetensors`. The rank has at
+/// least five digits; the index, which counts the rank's files under this key, at least three.
 ///
 /// # Errors
 /// `Invalid` when [`check_key`] or [`check_attempt`] refuse.
@@ -53,8 +53,8 @@ pub fn data_file(key: &str, attempt: &str, rank: u32, index: u32) -> Result<Stri
     Ok(format!("{key}/{rank:05}-{index:03}-{attempt}.safetensors"))
 }
 
-/// Whether a path inside a checkpoint is one that this format writes, of any attempt: `COMMIT` or one of the marks
-/// beside it, a manifest, a data file as [`data_file`] names it, or a key's index.
+/// Returns whether this format writes a file at `path` inside a checkpoint, in any attempt: `COMMIT` or a mark beside
+/// it, a manifest, a data file as named by [`data_file`], or a key's index.
 pub fn is_own_path(path: &str) -> bool {
     let attempt = |digits: &str| check_attempt(digits).is_ok();
     let number = |digits: &str, digits_min: usize| {
@@ -72,7 +72,7 @@ pub fn is_own_path(path: &str) -> bool {
     check_key(key).is_ok() && (file == HUGGING_FACE_INDEX || is_data().unwrap_or(false))
 }
 
-/// The attempt that wrote the manifest or the data file of this path inside a checkpoint; `None` for other paths.
+/// Returns the attempt that wrote the manifest or data file at `path` inside a checkpoint; `None` for other paths.
 pub fn attempt_of(path: &str) -> Option<&str> {
     let digits = match path.rsplit_once('/') {
         None => path.strip_prefix(MANIFEST_PREFIX)?,
@@ -81,19 +81,19 @@ pub fn attempt_of(path: &str) -> Option<&str> {
     (is_own_path(path) && check_attempt(digits).is_ok()).then_some(digits)
 }
 
-/// A tensor's name in a data file: the fully qualified name when `region` is all of the tensor, else the name and
-/// the region: `layers.0.weight[0:4, 8:16]`.
+/// Returns a tensor's name in a data file: the fully qualified name when `region` is the whole tensor, else name and
+/// region: `layers.0.weight[0:4, 8:16]`.
 pub fn part_name(name: &str, region: &Region, shape: &[u64]) -> String {
     if region.is_whole(shape) { name.to_owned() } else { format!("{name}{region}") }
 }
 
-/// The name, in a data file, of a value that `rank` wrote for itself and perhaps others: `rng@rank3`.
+/// Returns the name in a data file of a value that `rank` wrote, for itself or also for others: `rng@rank3`.
 pub fn value_name(name: &str, rank: u32) -> String {
     format!("{name}@rank{rank}")
 }
 
 /// Checks a key of the user's state, which names a directory: 1 to 200 bytes, no `/`, `\` or control character, no
-/// leading `.`, and neither `COMMIT` nor anything that a manifest may be called.
+/// leading `.`, and neither `COMMIT` nor a possible name of a manifest.
 ///
 /// # Errors
 /// `Invalid`, naming the key and the rule.

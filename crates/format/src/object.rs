@@ -1,7 +1,7 @@
-//! Python values as typed, self-describing CBOR (RFC 8949): data, never code.
+//! Encodes Python values as typed, self-describing CBOR (RFC 8949): data, never code.
 //!
-//! A small part of CBOR: definite lengths, 64-bit floats, text, bytes, arrays, maps, null, booleans, integers and
-//! bignums (tags 2 and 3), and the closed table of [`Tag`]s.
+//! The format uses a small part of CBOR: definite lengths, 64-bit floats, text, bytes, arrays, maps, null, booleans,
+//! integers and bignums (tags 2 and 3), and the closed table of [`Tag`]s.
 
 mod decode;
 mod encode;
@@ -21,29 +21,29 @@ pub const DEPTH_MAX: usize = 64;
 /// A Python value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
-    /// `None`.
+    /// The value `None`.
     None,
-    /// `bool`.
+    /// Python type `bool`.
     Bool(bool),
-    /// `int`.
+    /// Python type `int`.
     Int(Int),
-    /// `float`, bit by bit: a NaN keeps its payload.
+    /// Python type `float`, bit by bit: a NaN keeps its payload.
     Float(f64),
-    /// `str`; one with lone surrogates is a [`Tag::SurrogateStr`].
+    /// Python type `str`; one with lone surrogates is a [`Tag::SurrogateStr`].
     Str(String),
-    /// `bytes`.
+    /// Python type `bytes`.
     Bytes(Vec<u8>),
-    /// `list`.
+    /// Python type `list`.
     List(Vec<Value>),
-    /// `dict`, in its order; keys may be of any kind. Keys are not checked to differ: whether two are equal (`1` and
-    /// `True`, two NaNs) is defined by Python.
+    /// Python type `dict`, in its order, with keys of any kind. Keys are not checked to differ: whether two are equal
+    /// (`1` and `True`, two NaNs) is defined by Python.
     Dict(Vec<(Value, Value)>),
-    /// Anything else, as the [`Tag`] says.
+    /// Any other type, named by the [`Tag`].
     Tagged(Tag, Box<Value>),
 }
 
 impl Value {
-    /// What kind of value this is, for messages.
+    /// Returns the kind of the value, for messages.
     pub fn kind(&self) -> &'static str {
         match self {
             Value::None => "none",

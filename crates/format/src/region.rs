@@ -1,4 +1,4 @@
-//! Boxes in a tensor's global shape, and the decomposition of flat runs into them.
+//! Defines boxes in a tensor's global shape, and decomposes flat runs into them.
 
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
@@ -16,51 +16,51 @@ pub struct Region {
 }
 
 impl Region {
-    /// The region at `offsets` of extent `lengths`; both have one entry per dimension.
+    /// Makes the region at `offsets` of extent `lengths`; both have one entry per dimension.
     pub fn new(offsets: &[u64], lengths: &[u64]) -> Region {
         debug_assert_eq!(offsets.len(), lengths.len());
         Region { offsets: Dims::from_slice(offsets), lengths: Dims::from_slice(lengths) }
     }
 
-    /// The whole of a tensor of that shape.
+    /// Makes the region that is all of a tensor of `shape`.
     pub fn whole(shape: &[u64]) -> Region {
         Region { offsets: SmallVec::from_elem(0, shape.len()), lengths: Dims::from_slice(shape) }
     }
 
-    /// Number of dimensions.
+    /// Returns the number of dimensions.
     pub fn ndim(&self) -> usize {
         self.lengths.len()
     }
 
-    /// Number of elements (1 for a zero-dimensional region), or `None` beyond `u64`.
+    /// Returns the number of elements (1 for a zero-dimensional region), or `None` beyond `u64`.
     pub fn checked_numel(&self) -> Option<u64> {
         checked_numel(&self.lengths)
     }
 
-    /// Number of elements of a region known to be in bounds of a validated shape.
+    /// Returns the number of elements of a region known to be in bounds of a validated shape.
     pub fn numel(&self) -> u64 {
         // An empty region may be longer than `u64` in its other dimensions.
         if self.is_empty() { 0 } else { self.lengths.iter().product() }
     }
 
-    /// Whether the region holds no element.
+    /// Returns whether the region holds no element.
     pub fn is_empty(&self) -> bool {
         self.lengths.contains(&0)
     }
 
-    /// Whether this is all of a tensor of that shape.
+    /// Returns whether the region is all of a tensor of `shape`.
     pub fn is_whole(&self, shape: &[u64]) -> bool {
         self.lengths.as_slice() == shape && self.offsets.iter().all(|&o| o == 0)
     }
 
-    /// Whether the region has the shape's number of dimensions and lies inside it.
+    /// Returns whether the region has the shape's number of dimensions and lies inside it.
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offsets.len() == shape.len()
             && self.lengths.len() == shape.len()
             && (0..shape.len()).all(|d| self.offsets[d].checked_add(self.lengths[d]).is_some_and(|end| end <= shape[d]))
     }
 
-    /// The common part of two regions of one tensor; `None` when it is empty.
+    /// Returns the common part of two regions of one tensor; `None` when it is empty.
     pub fn intersect(&self, other: &Region) -> Option<Region> {
         let mut offsets = Dims::new();
         let mut lengths = Dims::new();
@@ -76,9 +76,9 @@ impl Region {
         Some(Region { offsets, lengths })
     }
 
-    /// The flat run `[start, stop)` of a row-major tensor of `shape` as at most `2 * ndim - 1` boxes, in the run's own
-    /// order, so that the run's memory can be cut into them front to back. Nothing is gathered and no data are touched;
-    /// the boxes are made as they are taken, in constant memory.
+    /// Decomposes the flat run `[start, stop)` of a row-major tensor of `shape` into at most `2 * ndim - 1` boxes, in
+    /// the run's own order, so that the run's memory can be cut into them front to back. No data are touched; the
+    /// iterator makes one box at a time, in constant memory.
     ///
     /// # Panics
     /// In debug builds when `stop` is beyond the tensor.
@@ -88,11 +88,11 @@ impl Region {
     }
 }
 
-/// The boxes of a flat run, from its front to its back: [`Region::flat_run`].
+/// Iterator over the boxes of a flat run, front to back: [`Region::flat_run`].
 #[derive(Debug, Clone)]
 pub struct FlatRun<'a> {
     shape: &'a [u64],
-    /// The next element, as its flat index.
+    /// Flat index of the next element.
     at: u64,
     stop: u64,
 }
@@ -100,8 +100,8 @@ pub struct FlatRun<'a> {
 impl Iterator for FlatRun<'_> {
     type Item = Region;
 
-    /// The largest box that begins at the next element: indices of the outermost dimension of which the run has one
-    /// whole from here on, up to the end of that dimension.
+    /// Returns the largest box that begins at the next element. The box takes whole indices of the outermost dimension
+    /// of which the run still covers one, up to the end of that dimension.
     fn next(&mut self) -> Option<Region> {
         if self.at >= self.stop {
             return None;
@@ -126,7 +126,7 @@ impl Iterator for FlatRun<'_> {
     }
 }
 
-/// Writes `[2:5, 0:8]`; `[]` for a zero-dimensional region.
+/// Formats as `[2:5, 0:8]`; `[]` for a zero-dimensional region.
 impl std::fmt::Display for Region {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("[")?;
@@ -140,7 +140,7 @@ impl std::fmt::Display for Region {
     }
 }
 
-/// Number of elements of a shape, or `None` beyond `u64`.
+/// Returns the number of elements of a shape, or `None` beyond `u64`.
 pub fn checked_numel(shape: &[u64]) -> Option<u64> {
     if shape.contains(&0) {
         return Some(0);
@@ -152,7 +152,7 @@ pub fn checked_numel(shape: &[u64]) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// The flat indices of a region's elements, in row-major order.
+    /// Returns the flat indices of a region's elements, in row-major order.
     fn indices(region: &Region, shape: &[u64]) -> Vec<u64> {
         let mut all = vec![0];
         for (d, &length) in shape.iter().enumerate() {

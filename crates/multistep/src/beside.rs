@@ -1,10 +1,9 @@
-//! A window on a device: its copies beside the training's work, in the order in which the device does both.
+//! Copies for a window on a device, beside the training's work, in the order in which the device does both.
 //!
 //! The host is ahead of the device, within a window by one step at most: when the program calls, the device may still
-//! be at the step before. So the copies are ordered by the device. Gradients are copied behind the step that used them,
-//! blocks behind these, and the next step of the optimizer comes behind the blocks that were begun. How many are begun
-//! is decided by what was measured in earlier steps: as many as are copied by the time at which the device gets to the
-//! next step.
+//! be at the step before. So the device orders the copies. Gradients are copied after the step that used them, blocks
+//! after these, and the next step of the optimizer comes after the blocks that were begun. Their number is decided by
+//! measurements of earlier steps: as many as are copied by the time at which the device gets to the next step.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -23,7 +22,7 @@ const MEASURED_BYTES_MIN: u64 = 16 << 20;
 /// The part of the time from step to step that is used: steps differ in length.
 const SHARE: f64 = 0.95;
 
-/// How fast the copies of a device are, and how long they have.
+/// Rate of a device's copies, and the time that they have.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pace {
     /// Bytes of the state that are copied in a millisecond, while the training goes on.
@@ -33,7 +32,8 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Bytes of the state that are copied until the next step, if so many bytes of gradients are copied before them.
+    /// Returns the bytes of the state that are copied until the next step, if `gradient_bytes` of gradients are copied
+    /// before them.
     pub(super) fn bytes(self, gradient_bytes: u64) -> u64 {
         (SHARE * self.bytes_per_ms * self.room_ms - gradient_bytes as f64).max(0.0) as u64
     }
@@ -43,7 +43,7 @@ impl Pace {
 pub struct Beside {
     blocks: Arc<CopyStream>,
     gradients: Arc<CopyStream>,
-    /// Whether the training overwrites its gradients before the next step, and is to wait for their copies.
+    /// `true` if the training overwrites its gradients before the next step, and must wait for their copies.
     is_waited: bool,
     times: Mutex<Times>,
 }
@@ -56,7 +56,7 @@ struct Times {
 
 /// The time between two steps of the optimizer.
 struct Round {
-    /// On the training's stream.
+    /// Moment on the training's stream at which the time begins.
     begun: Arc<Moment>,
     /// The first copy of a block begins, the last one has ended.
     copies: Option<[Moment; 2]>,
@@ -80,8 +80,8 @@ impl Round {
 }
 
 impl Beside {
-    /// Copies from `cuda:<ordinal>`, whose training's stream is `on`. `pace` is what an earlier window measured. The
-    /// first call for a device may wait for its work.
+    /// Makes copies from `cuda:<ordinal>`, whose training's stream is `on`. `pace` is the measurement of an earlier
+    /// window. The first call for a device may wait for its work.
     ///
     /// # Errors
     /// As [`Accelerators::copies_after`](shardfast_transfer::Accelerators::copies_after) and
@@ -99,17 +99,17 @@ impl Beside {
         Ok(Beside { blocks, gradients, is_waited, times: Mutex::new(Times { pace, rounds: Vec::new() }) })
     }
 
-    /// What copies parameters and moments.
+    /// Returns the stream that copies parameters and moments.
     pub fn blocks(&self) -> &Arc<CopyStream> {
         &self.blocks
     }
 
-    /// What copies gradients.
+    /// Returns the stream that copies gradients.
     pub fn gradients(&self) -> &Arc<CopyStream> {
         &self.gradients
     }
 
-    /// Whether the training waits for the copies of gradients.
+    /// Returns whether the training waits for the copies of gradients.
     pub(super) fn is_waited(&self) -> bool {
         self.is_waited
     }
@@ -118,18 +118,18 @@ impl Beside {
         self.times.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tensors are read as they are behind what the training has asked for until now.
+    /// Orders copies after the work that the training has submitted until now.
     pub(super) fn follow(&self, on: ForeignStream) -> Result<()> {
         self.blocks.follow(on)?;
         self.gradients.follow(on)
     }
 
-    /// The training goes on behind the copies of gradients that were begun.
+    /// Orders the training's next work after the copies of gradients that were begun.
     pub(super) fn wait_for_gradients(&self, on: ForeignStream) -> Result<()> {
         self.gradients.precede(on)
     }
 
-    /// The time of copies begins behind what the training has asked for until now.
+    /// Begins the time for copies after the work that the training has submitted until now.
     pub(super) fn begin(&self, on: ForeignStream) -> Result<()> {
         let begun = Arc::new(self.blocks.device().moment(on)?);
         self.lock().rounds.push(Round { begun, copies: None, bytes: 0, arrived: None });
@@ -152,7 +152,7 @@ impl Beside {
         Ok(times.pace.map_or(FIRST_BYTES, |pace| pace.bytes(gradient_bytes)))
     }
 
-    /// All copies of this time were begun, of so many bytes.
+    /// Records that all copies of this time were begun, of `bytes` bytes.
     pub(super) fn copied(&self, bytes: u64) -> Result<()> {
         let to = self.blocks.device().moment(self.blocks.as_foreign())?;
         let mut times = self.lock();
@@ -162,7 +162,7 @@ impl Beside {
         Ok(())
     }
 
-    /// The optimizer is about to step: it does so behind the copies begun.
+    /// Orders the optimizer's next step after the copies begun.
     pub(super) fn arrive(&self, on: ForeignStream) -> Result<()> {
         let mut times = self.lock();
         if let Some(round) = times.rounds.last_mut().filter(|round| round.arrived.is_none()) {
@@ -172,7 +172,7 @@ impl Beside {
         self.blocks.precede(on)
     }
 
-    /// What was measured so far.
+    /// Returns the measurements so far.
     pub(super) fn pace(&self) -> Option<Pace> {
         let mut times = self.lock();
         times.measure();
@@ -187,8 +187,8 @@ impl Beside {
     }
 }
 
-/// Has a device sum runs of its memory, addresses and lengths in bytes, behind what `copies` was given; `None` if there
-/// is no memory for that.
+/// Has a device sum runs of its memory, addresses and lengths in bytes, after the work submitted to `copies`; returns
+/// `None` if there is no memory for that.
 ///
 /// # Errors
 /// As [`Digester::digests`].
@@ -205,7 +205,7 @@ pub(super) fn digests(
 }
 
 impl Times {
-    /// Takes over what the newest round tells that has ended.
+    /// Takes over the measurement of the newest round that has ended.
     fn measure(&mut self) {
         let Some((round, [copy_ms, room_ms])) =
             self.rounds.iter().rev().find_map(|round| Some((round, round.copied_in()?)))

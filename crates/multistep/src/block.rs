@@ -10,17 +10,17 @@ use shardfast_transfer::staging::{SLOT_BYTES, Slot};
 
 use super::{Applied, Class, Unit, Used};
 
-/// As many elements as a slot holds, of one class. Each array of a block has a slot; the gradients of each step another
-/// one. An element has the same place in all of them.
+/// A block: as many elements of one class as a slot holds. Each array of a block has a slot; the gradients of each step
+/// have another one. An element has the same place in all of them.
 pub(super) struct Block {
     pub(super) pieces: Vec<Piece>,
     /// The parameter and its moments.
     pub(super) arrays: usize,
     dtypes: Dtypes,
     pub(super) variant: Option<&'static Variant>,
-    /// Locked while gradients are applied to them. Empty if the block is not held.
+    /// Memory, locked while gradients are applied to it. Empty if the block is not held.
     slots: Mutex<Slots>,
-    /// Never locked for long: the training waits for it.
+    /// State, never locked for long: the training waits for it.
     state: Mutex<State>,
     settled: Condvar,
 }
@@ -29,16 +29,16 @@ pub(super) struct Block {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) unit: usize,
-    /// In the unit.
+    /// Range of elements in the unit.
     pub(super) elements: Range<u64>,
-    /// Where they begin in the block, in elements.
+    /// First element in the block.
     at: usize,
 }
 
-/// What a block holds.
+/// Memory of a block.
 #[derive(Default)]
 pub(super) struct Slots {
-    /// Of the copies under way. Declared before the slots, which go back after the copies have ended.
+    /// Fences of the copies in flight. Declared before the slots, which are returned after the copies have ended.
     fences: Fences,
     pub(super) arrays: Vec<Slot>,
 }
@@ -48,18 +48,18 @@ struct State {
     is_held: bool,
     /// Gradients that were not applied yet, the oldest first.
     waiting: Vec<Waiting>,
-    /// By piece and array, once nothing changes any more.
+    /// Checksums by piece and array, once nothing changes any more.
     sums: Option<Vec<Vec<u64>>>,
-    /// Whether the window has ended with this block not held.
+    /// `true` if the window has ended with this block not held.
     is_gone: bool,
 }
 
 /// The gradients of one step.
 pub(super) struct Waiting {
-    /// Of the copies under way. Declared before the slot, which goes back after the copies have ended.
+    /// Fences of the copies in flight. Declared before the slot, which is returned after the copies have ended.
     pub(super) fences: Fences,
     pub(super) slot: Slot,
-    /// For each piece what the step used, if it took part.
+    /// Scalars and factors of the step for each piece that took part.
     pub(super) steps: Vec<Option<Used>>,
 }
 
@@ -111,12 +111,12 @@ fn cut<'a>(class: &Class, arrays: usize, runs: impl Iterator<Item = &'a (usize, 
 }
 
 impl Piece {
-    /// Its bytes in the unit's array, of elements of that size.
+    /// Returns its bytes in the unit's array, of elements of `width` bytes.
     pub(super) fn of_unit(&self, width: usize) -> Range<u64> {
         self.elements.start * width as u64..self.elements.end * width as u64
     }
 
-    /// Its bytes in the block's slot.
+    /// Returns its bytes in the block's slot.
     pub(super) fn of_block(&self, width: usize) -> Range<usize> {
         let count = (self.elements.end - self.elements.start) as usize;
         self.at * width..(self.at + count) * width
@@ -143,7 +143,7 @@ impl Block {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The slots, once all copies have arrived.
+    /// Returns the slots, once all copies have arrived.
     ///
     /// # Errors
     /// `Unavailable` if the device was lost meanwhile.
@@ -177,11 +177,10 @@ impl Block {
         if was_held { self.bytes() } else { 0 }
     }
 
-    /// Finds out whether what a step used can be replayed, by a step of no elements: behind the save it would be too
-    /// late.
+    /// Checks that a step can be replayed, by a replay of no elements: after the save it would be too late.
     ///
     /// # Errors
-    /// `Invalid` if not.
+    /// `Invalid` if it cannot.
     pub(super) fn expect_fits(&self, used: &Used) -> Result<()> {
         let Some(variant) = self.variant else { return Ok(()) };
         let gradient = Gradient { dtype: used.dtype, values: &[], factor: used.factor };
@@ -254,8 +253,8 @@ impl Block {
         Ok(())
     }
 
-    /// The arrays of each piece after that variant has applied all gradients, which go on waiting; `None` if the block
-    /// is not held.
+    /// Returns the arrays of each piece after that variant has applied all gradients, which stay waiting; `None` if the
+    /// block is not held.
     ///
     /// # Errors
     /// As [`Block::replay`].
@@ -279,7 +278,7 @@ impl Block {
         applied.map(|()| Some(found))
     }
 
-    /// Whether the gradients of the last step are those that were copied, as far as they are among `live`.
+    /// Returns whether the gradients of the last step are the copied ones, as far as they are among `live`.
     ///
     /// # Errors
     /// `Unavailable` if the device was lost.
@@ -301,12 +300,12 @@ impl Block {
         Ok(true)
     }
 
-    /// Whether gradients of so many steps wait.
+    /// Returns the number of steps whose gradients wait.
     pub(super) fn steps(&self) -> usize {
         self.lock().waiting.len()
     }
 
-    /// Sums what it holds: it does not change any more.
+    /// Sums the block's bytes, which do not change any more.
     ///
     /// # Errors
     /// `Unavailable` if the device was lost.
@@ -340,7 +339,7 @@ impl Block {
         }
     }
 
-    /// The bytes of a piece's array from `at` on, once they are those of the saved step.
+    /// Reads the bytes of a piece's array from `at` on, once they are those of the saved step.
     ///
     /// # Errors
     /// As [`Block::when_settled`].
@@ -354,7 +353,7 @@ impl Block {
         Ok(())
     }
 
-    /// The checksum of a piece's array at the saved step.
+    /// Returns the checksum of a piece's array at the saved step.
     ///
     /// # Errors
     /// As [`Block::when_settled`].

@@ -1,4 +1,4 @@
-//! What was captured ahead of a save, in place of the tensors.
+//! Puts bytes captured ahead of a save in place of the tensors.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -13,8 +13,8 @@ use shardfast_transfer::provider::{Evidence, Fences, Provider, Run};
 
 use super::{Figures, Shared, beside};
 
-/// What a [`Window`](super::Window) holds when the save begins. It is given back when this and what came from it is
-/// dropped.
+/// Bytes that a [`Window`](super::Window) holds when the save begins. They are returned when this and everything made
+/// from it are dropped.
 pub struct Captured {
     shared: Arc<Shared>,
 }
@@ -24,8 +24,7 @@ impl Captured {
         Captured { shared }
     }
 
-    /// The state with what was captured ahead in place of the tensors' own bytes. A state with other leaves stays as it
-    /// is.
+    /// Returns the state with captured bytes in place of the tensors' own. A state with other leaves stays as it is.
     pub fn over(self, mut state: State) -> State {
         let shared = Arc::new(self);
         let is_same = Arc::ptr_eq(&shared.shared.catalog, &state.catalog)
@@ -60,7 +59,7 @@ impl Captured {
         state
     }
 
-    /// Has devices sum what they have of these runs, in few launches. What they do not sum is copied for that.
+    /// Has devices sum their copies of these runs, in few launches. Runs that they do not sum are copied for that.
     fn digest(&self, state: &State, runs: &mut HashMap<(u32, u32), Vec<HeldRun>>) {
         type Launch<'a> = (Arc<dyn Digester>, Vec<(usize, usize)>, Vec<&'a mut HeldRun>);
         let mut launches: Vec<Launch<'_>> = Vec::new();
@@ -100,7 +99,7 @@ impl Captured {
         }
     }
 
-    /// What the window did.
+    /// Returns the figures of the window.
     pub fn figures(&self) -> Figures {
         self.shared.figures()
     }
@@ -116,18 +115,18 @@ impl Drop for Captured {
 
 /// A run of a part's bytes that a block holds.
 struct HeldRun {
-    /// Of the part.
+    /// Range of the part's bytes.
     range: Range<u64>,
     elements: Range<u64>,
     block: usize,
     /// The piece's number in the block.
     number: usize,
     array: usize,
-    /// Where the device puts the digest of what it has.
+    /// Result in which the device puts the digest of its bytes, and the index there.
     digest: Option<(Arc<dyn Digests>, usize)>,
 }
 
-/// What a device has, with its digest as the checksum.
+/// Bytes of a device, with their digest as the checksum.
 struct Digested {
     live: Run,
     known: Option<(Arc<dyn Digests>, usize)>,
@@ -143,7 +142,7 @@ impl Provider for Digested {
         self.live.fill(at, out, fences)
     }
 
-    /// The digest of all of it: a piece of a block is no longer than a slot, so it is asked for at once.
+    /// Returns the digest of all of it: a piece of a block is no longer than a slot, so it is asked for at once.
     fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
         if (at, bytes) != (0, self.live.bytes()) {
             return Err(Error::internal("a device's digest is of a whole piece"));
@@ -174,7 +173,7 @@ impl Provider for Digested {
 
 /// A part of which some runs were captured ahead.
 struct Held {
-    /// Where the training has it.
+    /// Provider of the training's own bytes.
     live: Arc<dyn Provider>,
     /// Ascending and disjoint.
     runs: Vec<HeldRun>,
@@ -183,7 +182,7 @@ struct Held {
 }
 
 impl Held {
-    /// The runs that overlap a range of the part's bytes.
+    /// Returns the runs that overlap a range of the part's bytes.
     fn runs_in(&self, range: &Range<u64>) -> &[HeldRun] {
         let first = self.runs.partition_point(|run| run.range.end <= range.start);
         let end = self.runs.partition_point(|run| run.range.start < range.end);

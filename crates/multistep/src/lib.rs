@@ -2,17 +2,17 @@
 //!
 //! A [`Window`] opens some steps before a save is due, on each rank alone. Between two steps of the optimizer its
 //! thread copies *blocks* (runs of parameters' elements with their moments) into slots that it keeps. After each step
-//! the gradients of what is held are copied, and applied to it in the slots, as the training applied them. The save
+//! it copies the gradients of the held blocks, and applies them in the slots, as the training applied them. The save
 //! then finds these bytes on the host: [`Captured::over`] puts them in place of the tensors, and the save reads the
 //! tensors' own only to prove that the bits are the same ([`Evidence`](shardfast_transfer::provider::Evidence)).
 //!
 //! On a device all of these copies go on beside the training, in the device's own order ([`Beside`]).
 //!
-//! Whatever goes wrong on the way, the block is let go, and the save copies it as it copies everything else. So a
-//! window can make a save neither wrong nor impossible, but for one case: a tensor that was changed by something else
+//! If anything fails on the way, the block is released, and the save copies it as it copies everything else. So a
+//! window can make a save neither wrong nor impossible, with one exception: a tensor that was changed by something else
 //! than the optimizer's step. Then the bits differ, and the save fails.
 //!
-//! Which [`Variant`] of an optimizer rounds as this training does is found by rehearsal: a window of a few samples,
+//! A rehearsal finds the [`Variant`] of an optimizer that rounds as this training does: a window of a few samples,
 //! whose gradients are only kept, and to which [`Window::rehearse`] applies every candidate.
 
 mod beside;
@@ -51,18 +51,18 @@ pub use captured::Captured;
 use seen::Seen;
 use work::{Ask, Kept};
 
-/// What steps alike: one optimizer, one arithmetic.
+/// Units that are stepped alike: one optimizer, one arithmetic.
 #[derive(Debug, Clone)]
 pub struct Class {
-    /// The optimizer.
+    /// Kind of the optimizer.
     pub kind: OptimizerKind,
-    /// How its arrays are stored.
+    /// Element types of its arrays.
     pub dtypes: Dtypes,
-    /// Where it steps.
+    /// Device on which it steps.
     pub device: Device,
-    /// Whether one kernel makes the whole step; `None` if that is not known.
+    /// `true` if one kernel makes the whole step; `None` if unknown.
     pub is_fused: Option<bool>,
-    /// How it rounds; `None` for a rehearsal, which finds it.
+    /// Rounding of the steps; `None` for a rehearsal, which finds it.
     pub variant: Option<&'static Variant>,
 }
 
@@ -82,20 +82,21 @@ pub struct Array {
     pub leaf: u32,
     /// Index of the part.
     pub part: u32,
-    /// Its bytes, where the training has them.
+    /// The part's bytes, in the training's memory.
     pub memory: Arc<dyn Provider>,
 }
 
-/// What an optimizer's step used for a unit that took part in it.
+/// Gradient and scalars that an optimizer's step used for a unit.
 pub struct Applied {
     /// The number of the unit.
     pub unit: usize,
-    /// How the gradient is stored.
+    /// Element type of the gradient.
     pub dtype: Dtype,
     /// The unit's gradient. On a host it does not change before [`Window::stepped`] returns; a device's is kept until
     /// it was copied, and may change before that only where the training waits ([`Beside::new`]).
     pub gradient: Arc<dyn Provider>,
-    /// What the training multiplied the gradient by, in `f32`, before the optimizer saw it; `None` if it did not.
+    /// Factor in `f32` by which the training multiplied the gradient before the optimizer used it; `None` if it did
+    /// not.
     pub factor: Option<f32>,
     /// The scalars of this step.
     pub scalars: Scalars,
@@ -104,7 +105,7 @@ pub struct Applied {
     pub device_bias: Option<[f32; 2]>,
 }
 
-/// What a step used for a piece, beside the gradient.
+/// Values that a step used for a piece, beside the gradient.
 #[derive(Clone, Copy, PartialEq)]
 struct Used {
     dtype: Dtype,
@@ -114,7 +115,7 @@ struct Used {
 }
 
 impl Used {
-    /// The scalars as that implementation takes them.
+    /// Returns the scalars as that implementation takes them.
     fn scalars_for(&self, variant: &Variant) -> Scalars {
         match (self.scalars, self.device_bias) {
             (Scalars::Adam(adam), Some([correction1, correction2_sqrt])) if variant.takes_bias_of_device() => {
@@ -125,18 +126,18 @@ impl Used {
     }
 }
 
-/// What the rehearsal of a class found.
+/// Result of the rehearsal of a class.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Rehearsed {
     /// The variant whose bits are the training's.
     By(&'static Variant),
-    /// There is none; why.
+    /// No variant has the training's bits, for this reason.
     ByNone(String),
-    /// It could not be tried; why.
+    /// Not tried, for this reason.
     Unknown(String),
 }
 
-/// What a window did.
+/// Figures of a window.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Figures {
     /// Steps over which the save is captured: those behind which copies went on, and the save's own.
@@ -162,7 +163,7 @@ pub struct Figures {
     pub replay_ms: f64,
     /// Milliseconds in which the replayed bytes were summed for the proof.
     pub proof_ms: f64,
-    /// Milliseconds in which a device summed what it has of them.
+    /// Milliseconds in which a device summed its bytes for the proof.
     pub device_proof_ms: f64,
 }
 
@@ -170,17 +171,17 @@ pub struct Figures {
 pub struct Window {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
-    /// Of a rehearsal on a device.
+    /// Observations of a rehearsal on a device.
     seen: Mutex<Seen>,
 }
 
-/// What a window's thread, its caller and the save share.
+/// State that a window's threads, its caller and the save share.
 struct Shared {
     catalog: Arc<Catalog>,
     classes: Vec<Class>,
     units: Vec<Unit>,
     blocks: Vec<Block>,
-    /// How many blocks are held.
+    /// Number of blocks that are held.
     held: AtomicUsize,
     staging: Arc<Staging>,
     beside: Option<Beside>,
@@ -190,11 +191,11 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Whether no optimizer steps: tensors may be copied.
+    /// `true` while no optimizer steps: tensors may be copied.
     may_copy: bool,
-    /// Whether a block is being copied.
+    /// `true` while a block is being copied.
     copies: bool,
-    /// What is to be copied from a device, and whether some of it is being begun.
+    /// Copies to begin from a device.
     asked: VecDeque<Ask>,
     begins: bool,
     /// Gradients that are being copied.
@@ -203,32 +204,32 @@ struct State {
     next: usize,
     /// Blocks with gradients that wait.
     to_replay: VecDeque<usize>,
-    /// Whether the save has begun: nothing is copied any more, and what is held is settled.
+    /// `true` once the save has begun: nothing is copied any more, and held blocks are settled.
     is_closed: bool,
-    /// Whether nothing of it is needed any more.
+    /// `true` once nothing of the window is needed any more.
     is_over: bool,
-    /// Whether one of its threads ended by a defect.
+    /// `true` if one of the window's threads panicked.
     is_broken: bool,
-    /// Whether the training had other bits than those that were rolled forward.
+    /// `true` if the training had other bits than those that were rolled forward.
     is_refuted: bool,
-    /// Why something was let go, the first time.
+    /// First reason why a block was released, or not held.
     reason: Option<String>,
     figures: Figures,
 }
 
 impl State {
-    /// Whether no thread takes on anything more.
+    /// Returns whether the threads accept no more work.
     fn ends(&self) -> bool {
         self.is_closed || self.is_over || self.is_broken
     }
 }
 
 impl Window {
-    /// Opens a window over what this rank will write of these units, as it is [`planned`](Engine::planned). Copies
-    /// begin with [`Window::go_on`]. Tensors on a device are copied `beside` its work.
+    /// Opens a window over this rank's writes of these units, as [`planned`](Engine::planned). Copies begin with
+    /// [`Window::go_on`]. Tensors on a device are copied `beside` its work.
     ///
     /// # Errors
-    /// `Invalid` if nothing can be held: one step is all there is then.
+    /// `Invalid` if nothing can be held: then only one step is possible.
     pub fn open(
         engine: &Engine,
         catalog: &Arc<Catalog>,
@@ -284,23 +285,23 @@ impl Window {
         Ok(())
     }
 
-    /// What copies gradients from a device.
+    /// Returns the stream that copies gradients from a device.
     pub fn gradients(&self) -> Option<&Arc<CopyStream>> {
         self.shared.beside.as_ref().map(Beside::gradients)
     }
 
-    /// How fast copies from the device are, as far as is known.
+    /// Returns the rate of copies from the device, as far as it is known.
     pub fn pace(&self) -> Option<Pace> {
         self.shared.beside.as_ref().and_then(Beside::pace)
     }
 
-    /// Elements of a unit.
+    /// Returns the number of a unit's elements; `None` for an unknown unit.
     pub fn numel(&self, unit: usize) -> Option<u64> {
         self.shared.units.get(unit).map(|unit| unit.numel)
     }
 
-    /// No optimizer steps before the next call of [`Window::stepping`]: copies begin, on a device behind what the
-    /// stream `on` has to do.
+    /// Begins copies: no optimizer steps before the next call of [`Window::stepping`]. On a device they begin after the
+    /// work of the stream `on`.
     ///
     /// # Errors
     /// `Unavailable` if the device is lost, `Invalid` while `on` captures a graph.
@@ -321,8 +322,8 @@ impl Window {
         Ok(())
     }
 
-    /// An optimizer is about to step. On a host this waits for the block under way, and no other is begun before
-    /// [`Window::go_on`]; on a device, whose step comes behind them, until the copies of this time were begun.
+    /// Announces a step of an optimizer. On a host this waits for the block being copied, and no other is begun before
+    /// [`Window::go_on`]. On a device, whose step comes after them, it waits until the copies of this time were begun.
     ///
     /// # Errors
     /// As [`Window::go_on`].
@@ -341,7 +342,7 @@ impl Window {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for what is being copied on a host, and for what is being begun on a device.
+    /// Waits for the copy in progress on a host, and for the copy being begun on a device.
     fn pause(&self) {
         let begun = Instant::now();
         let mut state = self.shared.lock();
@@ -352,7 +353,7 @@ impl Window {
         state.figures.wait_ms += if self.shared.beside.is_none() { ms(begun.elapsed()) } else { 0.0 };
     }
 
-    /// An optimizer has stepped, and used these gradients: they are copied for what is held.
+    /// Announces that an optimizer has stepped with these gradients, which are copied for the held blocks.
     ///
     /// # Errors
     /// As [`Window::go_on`].
@@ -376,28 +377,28 @@ impl Window {
         Ok(())
     }
 
-    /// Lets go of everything that is held: the save copies it. Waits as [`Window::stepping`] does.
+    /// Releases all held blocks: the save copies them. Waits as [`Window::stepping`] does.
     pub fn let_go(&self, reason: &str) {
         self.pause();
         self.shared.let_go_from(0, reason);
     }
 
-    /// Whether gradients stayed as they were until the next step, as far as a rehearsal on a device saw.
+    /// Returns whether gradients stayed as they were until the next step, as far as a rehearsal on a device saw.
     pub fn are_gradients_left(&self) -> bool {
         !self.seen().are_overwritten()
     }
 
-    /// Why something was let go, or not held; the first reason.
+    /// Returns the first reason why a block was released, or not held.
     pub fn reason(&self) -> Option<String> {
         self.shared.lock().reason.clone()
     }
 
-    /// Whether a save found other bits than those that were rolled forward.
+    /// Returns whether a save found other bits than those that were rolled forward.
     pub fn is_refuted(&self) -> bool {
         self.shared.lock().is_refuted
     }
 
-    /// What it did so far.
+    /// Returns the figures so far.
     pub fn figures(&self) -> Figures {
         self.shared.figures()
     }
@@ -413,8 +414,8 @@ impl Window {
         Captured::new(Arc::clone(&self.shared))
     }
 
-    /// Applies every candidate to the samples of each class, and compares with what the training has now, on a device
-    /// behind what the stream `on` has to do.
+    /// Applies every candidate to the samples of each class, and compares with the training's tensors now; on a device
+    /// after the work of the stream `on`.
     ///
     /// # Errors
     /// As [`Window::go_on`].
@@ -464,7 +465,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A thread has ended by a defect: nothing is held, and nothing waits for it.
+    /// Ends the window because a thread has ended by a defect: nothing is held, and nothing waits for it.
     fn break_off(&self) {
         self.let_go_from(0, "a thread of the capture ahead has ended by a defect");
         let mut state = self.lock();
@@ -516,7 +517,7 @@ fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// The runs of each unit's elements that this rank writes in all of its arrays, as planned.
+/// Returns the runs of each unit's elements that this rank writes in all of its arrays, as planned.
 fn written(catalog: &Catalog, planned: &[Write], units: &[Unit]) -> Vec<(usize, Range<u64>)> {
     let mut of = vec![Vec::new(); catalog.leaves.len()];
     for write in planned {
@@ -543,7 +544,7 @@ fn written(catalog: &Catalog, planned: &[Write], units: &[Unit]) -> Vec<(usize, 
     runs
 }
 
-/// What lies in both; each is ascending and disjoint.
+/// Returns the common ranges; each list is ascending and disjoint.
 fn overlaps(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut out = Vec::new();
     for a in one {

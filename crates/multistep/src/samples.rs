@@ -10,15 +10,15 @@ use shardfast_transfer::provider::{Fences, Provider};
 
 use super::{Beside, Class, Rehearsed, Shared, Unit, beside};
 
-/// Elements at the beginning and at the end of a unit that are replayed. More than the widest vectors and than what one
-/// thread of a training steps of a small tensor.
+/// Number of elements at the beginning and at the end of a unit that are replayed. More than the widest vectors and
+/// than one thread of a training steps of a small tensor.
 const SAMPLE_ELEMENTS: u64 = 4096;
 
 /// Units of each class, at most.
 const SAMPLE_UNITS: usize = 8;
 
-/// Beginning and end of the largest units of each class, and of the smallest ones: tensors shorter than a vector, and
-/// those whose last vector is not full.
+/// Returns beginning and end of the largest units of each class, and of the smallest ones: tensors shorter than a
+/// vector, and those whose last vector is not full.
 pub(super) fn of(classes: &[Class], units: &[Unit]) -> Vec<(usize, Range<u64>)> {
     let mut out = Vec::new();
     for class in 0..classes.len() {
@@ -38,7 +38,7 @@ pub(super) fn of(classes: &[Class], units: &[Unit]) -> Vec<(usize, Range<u64>)> 
     out
 }
 
-/// By class the variant that agrees with the training in every bit of every sample.
+/// Returns, by class, the variant that agrees with the training in every bit of every sample.
 pub(super) fn rehearse(shared: &Shared) -> Vec<Rehearsed> {
     let unproven = match &shared.beside {
         None => None,
@@ -54,7 +54,7 @@ pub(super) fn rehearse(shared: &Shared) -> Vec<Rehearsed> {
     (0..shared.classes.len()).map(|class| of_class(shared, class)).collect()
 }
 
-/// Whether the device sums the samples as a host does.
+/// Returns whether the device sums the samples as a host does.
 fn digests_agree(shared: &Shared, beside: &Beside) -> Result<bool> {
     let (mut runs, mut expected) = (Vec::new(), Vec::new());
     for block in &shared.blocks {
@@ -78,7 +78,7 @@ fn digests_agree(shared: &Shared, beside: &Beside) -> Result<bool> {
     Ok(true)
 }
 
-/// A range of what the training has.
+/// Reads a range of the training's bytes.
 fn read(memory: &dyn Provider, range: Range<u64>) -> Result<Vec<u8>> {
     let (mut live, mut fences) = (vec![0; (range.end - range.start) as usize], Fences::default());
     memory.fill(range.start, &mut live, &mut fences)?;

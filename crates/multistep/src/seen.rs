@@ -1,4 +1,4 @@
-//! What a rehearsal on a device sees of gradients: whether they stay as they are until the next step.
+//! Watches in a rehearsal on a device whether gradients stay as they are until the next step.
 
 use std::collections::HashSet;
 
@@ -9,22 +9,22 @@ use super::{Applied, Shared};
 /// Gradients, from a step to the next one.
 #[derive(Default)]
 pub(super) struct Seen {
-    /// Of the last step; kept, so that no other tensor takes their memory.
+    /// Gradients of the last step; kept, so that no other tensor takes their memory.
     last: Vec<Applied>,
-    /// Where those of the step before were.
+    /// Addresses of the gradients of the step before.
     before: HashSet<usize>,
-    /// Whether the last step is over.
+    /// `true` if the last step is over.
     is_next: bool,
     are_overwritten: bool,
 }
 
 impl Seen {
-    /// The step is over.
+    /// Marks the step as over.
     pub(super) fn go_on(&mut self) {
         self.is_next = true;
     }
 
-    /// The optimizer is about to step again: compares the gradients of the last step with their copies.
+    /// Compares the gradients of the last step with their copies, before the optimizer steps again.
     pub(super) fn look(&mut self, shared: &Shared) -> Result<()> {
         if !std::mem::take(&mut self.is_next) {
             return Ok(());
@@ -37,7 +37,8 @@ impl Seen {
         Ok(())
     }
 
-    /// An optimizer has used these: at the same place as in the step before, they were written over those.
+    /// Adds gradients that an optimizer has used: at the same address as in the step before, they were written over
+    /// those.
     pub(super) fn add(&mut self, applied: Vec<Applied>) {
         self.are_overwritten |= applied.iter().filter_map(address).any(|address| self.before.contains(&address));
         self.last.extend(applied);

@@ -1,4 +1,4 @@
-//! A training with faults, by seeds: what is committed is always what the training had at the save.
+//! Tests trainings with faults, by seeds: a commit always has the training's bytes at the save.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
@@ -16,7 +16,7 @@ use super::*;
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// As in any fused step of AdamW on a processor.
+/// Name of the variant of any fused step of AdamW on a processor.
 const VARIANT: &str = "adam.fused.cpu.f32";
 
 const MIB: u64 = 1 << 20;
@@ -208,7 +208,7 @@ fn expect_holds(engine: &Arc<Engine>, place: &std::path::Path, expected: &[Vec<u
     checkpoint.manifest().info.user.get("shardfast.replayed").cloned().unwrap_or_default()
 }
 
-/// When something else than a step of the optimizer changes what the training or the window has.
+/// Time at which something else than a step of the optimizer changes the training's or the window's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Moment {
     /// A tensor, between two steps, while blocks are copied.
@@ -225,7 +225,7 @@ enum Moment {
     AfterClose,
     /// A gradient, after the step that used it, before it is copied.
     Gradient,
-    /// The window is not told of a gradient.
+    /// Loss of a gradient: the test does not pass it to the window.
     GradientLost,
 }
 
@@ -267,7 +267,8 @@ impl Faults {
         }
     }
 
-    /// Changes or loses gradients of a step, if this is due. Returns what the test passes to the window, with its unit.
+    /// Changes or loses gradients of a step, if this is due. Returns those that the test passes to the window, with
+    /// their units.
     fn change_gradients(
         &mut self,
         step: u64,
@@ -311,8 +312,8 @@ fn wait_for_copies(window: &Window, dice: &mut Dice) {
     }
 }
 
-/// A training that saves at its end, what it changes otherwise than by steps, and what else goes wrong. Its save is
-/// refused, or has the bytes that the training had when the save began.
+/// Trains, saves at the end, changes tensors otherwise than by steps, and injects faults. The save must be refused, or
+/// have the bytes that the training had when it began.
 fn run(seed: u64, endings: &mut Endings) {
     let mut dice = Dice(seed);
     let place = tempfile::tempdir().unwrap();

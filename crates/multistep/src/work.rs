@@ -1,4 +1,4 @@
-//! What a window's threads do: copies, replays and checksums.
+//! Runs a window's threads: copies, replays and checksums.
 //!
 //! On a host one thread does it all. On a device another one begins the copies, so that neither the training nor a
 //! replay waits for that.
@@ -15,9 +15,9 @@ use shardfast_transfer::provider::Fences;
 use super::block::{Block, Waiting};
 use super::{Applied, Shared, Used, ms};
 
-/// What a device's copies are begun for, in this order.
+/// Purposes for which a device's copies are begun, in this order.
 pub(super) enum Ask {
-    /// The gradients of what is held.
+    /// Gradients of the held blocks.
     Gradients(Vec<Applied>),
     /// Blocks, until the next step.
     Blocks,
@@ -37,7 +37,7 @@ pub(super) struct Followed {
     bytes: u64,
 }
 
-/// What the window's thread does next.
+/// Next job of the window's thread.
 enum Job {
     Copy(usize),
     GiveBack(Kept),
@@ -56,7 +56,7 @@ impl Shared {
         }
     }
 
-    /// Copies from a host, replays, and settles what the save takes.
+    /// Copies from a host, replays, and settles the blocks that the save takes.
     pub(super) fn work(&self) {
         loop {
             match self.next() {
@@ -163,7 +163,7 @@ impl Shared {
         }
     }
 
-    /// Of these gradients those of which something is held: a device's memory is kept for no others.
+    /// Returns those of these gradients of which a block is held: a device's memory is kept for no others.
     pub(super) fn of_held(&self, mut applied: Vec<Applied>) -> Vec<Applied> {
         let mut is_held = vec![false; self.units.len()];
         let held = self.blocks.iter().filter(|block| block.is_held());
@@ -225,7 +225,7 @@ impl Shared {
         Ok(true)
     }
 
-    /// Copies the gradients of what is held, or begins to.
+    /// Copies the gradients of the held blocks, or begins to.
     pub(super) fn follow(&self, applied: &[Applied]) -> Result<Followed> {
         let begun = Instant::now();
         let mut of = vec![None; self.units.len()];
@@ -260,7 +260,7 @@ impl Shared {
         Ok(all)
     }
 
-    /// The gradients of a block that is held, and how many bytes are copied. They are there when `fences` was waited
+    /// Returns the gradients of a held block, and how many bytes are copied. They are there once `fences` was waited
     /// for.
     fn gradients_of(&self, number: usize, applied: &[Option<&Applied>], fences: &mut Fences) -> Option<(Waiting, u64)> {
         let block = &self.blocks[number];
@@ -297,7 +297,7 @@ impl Shared {
         Some((Waiting { fences: Fences::default(), slot, steps }, bytes))
     }
 
-    /// A slot for a block's gradients. Where there is none, the newest blocks are let go, this one at last.
+    /// Returns a slot for a block's gradients. If there is none, the newest blocks are released, this one last.
     fn slot_for_gradients(&self, number: usize) -> Option<shardfast_transfer::staging::Slot> {
         loop {
             if let Some(slot) = self.staging.try_keep(1, 0).and_then(|mut slots| slots.pop()) {

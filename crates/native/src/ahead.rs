@@ -1,4 +1,4 @@
-//! Captures ahead of a save, as Python drives them: it tells when an optimizer steps, and with what.
+//! Drives captures ahead of a save from Python, which reports the optimizer's steps and their values.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -34,10 +34,10 @@ type GivenClass = (String, String, String, String, Option<bool>, Option<String>)
 /// A unit: the number of its class, its elements, and the address of each array.
 type GivenUnit = (usize, u64, Vec<usize>);
 
-/// What a step used: the number of the unit, the gradient, and the number of its scalars.
+/// Values of a step: the number of the unit, the gradient, and the number of its scalars.
 type GivenStep<'py> = (usize, Bound<'py, PyAny>, usize);
 
-/// Where a gradient lies, as an adapter tells: address, elements, dtype, and the number of its device.
+/// Place of a gradient, from an adapter: address, elements, dtype, and the number of its device.
 type GivenPlace = (usize, u64, String, Option<u32>);
 
 /// The kind of an optimizer, its numbers, and the factor of the gradients.
@@ -162,7 +162,8 @@ impl Window {
         py.detach(|| window.stepped(used, on)).map_err(raise)
     }
 
-    /// By class the name of the variant that has the training's bits, or why there is none, and whether that is known.
+    /// Returns by class the name of the variant that has the training's bits, or why there is none, and whether that is
+    /// known.
     fn rehearse(&self, py: Python<'_>, streams: Streams) -> PyResult<Vec<(Option<&'static str>, String, bool)>> {
         let (window, on) = (self.window.get()?, foreign(self.device, &streams)?);
         let found = py.detach(|| window.rehearse(on)).map_err(raise)?;
@@ -174,7 +175,7 @@ impl Window {
         Ok(found.into_iter().map(one).collect())
     }
 
-    /// Whether a device's gradients stayed as they were until the next step, as a rehearsal saw.
+    /// Returns whether a device's gradients stayed as they were until the next step, as a rehearsal saw.
     fn are_gradients_left(&self) -> PyResult<bool> {
         Ok(self.window.get()?.are_gradients_left())
     }
@@ -184,24 +185,24 @@ impl Window {
         Ok(self.window.get()?.pace().map(|pace| (pace.bytes_per_ms, pace.room_ms)))
     }
 
-    /// Gives everything back that is held.
+    /// Releases all held blocks.
     fn let_go(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let window = self.window.get()?;
         py.detach(|| window.let_go(reason));
         Ok(())
     }
 
-    /// Why something was let go; `None` if nothing was.
+    /// Returns the reason why a block was released; `None` if none was.
     fn reason(&self) -> PyResult<Option<String>> {
         Ok(self.window.get()?.reason())
     }
 
-    /// Whether a save found other bits than those that were rolled forward.
+    /// Returns whether a save found other bits than those that were rolled forward.
     fn is_refuted(&self) -> PyResult<bool> {
         Ok(self.window.get()?.is_refuted())
     }
 
-    /// What it did, as JSON.
+    /// Returns the figures so far, as JSON.
     fn figures(&self) -> PyResult<String> {
         serde_json::to_string(&self.window.get()?.figures()).map_err(|error| invalid(error.to_string()))
     }
@@ -215,7 +216,7 @@ impl Window {
     }
 }
 
-/// The stream that the program uses on the device.
+/// Returns the stream that the program uses on the device.
 fn foreign(device: Option<u32>, streams: &Streams) -> PyResult<Option<ForeignStream>> {
     let Some(device) = device else { return Ok(None) };
     let stream = streams.get(&device).ok_or_else(|| invalid(format!("cuda:{device}: no stream was given for it")))?;
@@ -256,8 +257,8 @@ fn dtype_of(name: &str) -> PyResult<Dtype> {
     }
 }
 
-/// The scalars of a step, in the order of their fields; flags are 0 or 1. Behind those of Adam its bias corrections as
-/// a device computes them, which are `f32`.
+/// Parses the scalars of a step, in the order of their fields; flags are 0 or 1. Those of Adam are followed by its bias
+/// corrections as a device computes them, which are `f32`.
 fn scalars_of(name: &str, of: &[f64]) -> PyResult<(Scalars, Option<[f32; 2]>)> {
     let kind = kind_of(name)?;
     let (own, device_bias) = match (kind, of) {

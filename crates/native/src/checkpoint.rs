@@ -1,4 +1,4 @@
-//! Committed checkpoints.
+//! Opens committed checkpoints for Python.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +40,7 @@ pub(crate) fn open(py: Python<'_>, session: &Session, url: &str, timeout_s: f64)
     Ok(Checkpoint::new(opened.map_err(raise)?))
 }
 
-/// A step and its checkpoint, if there is one, and what was passed over.
+/// A step and its checkpoint, if there is one, and the checkpoints that were passed over.
 type Found = (Option<(u64, Checkpoint)>, Vec<String>);
 
 /// Opens the newest committed checkpoint of the run at `url`, of those of a step lower than `below` if that is given.
@@ -80,13 +80,13 @@ pub(crate) fn begin_run(
     Ok(rewound.map(|rewound| (rewound.moved, rewound.into)))
 }
 
-/// The URL of the checkpoint of a step of a run.
+/// Returns the URL of the checkpoint of a step of a run.
 #[pyfunction]
 pub(crate) fn step_url(run_url: &str, step: u64) -> String {
     shardfast_engine::runs::step_url(run_url, step)
 }
 
-/// A path as seen from `/`; a URL with a scheme without a slash at its end.
+/// Returns a path as seen from `/`; a URL with a scheme without a slash at its end.
 #[pyfunction]
 pub(crate) fn absolute_url(url: &str) -> PyResult<String> {
     shardfast_engine::absolute_url(url).map_err(raise)
@@ -94,13 +94,13 @@ pub(crate) fn absolute_url(url: &str) -> PyResult<String> {
 
 #[pymethods]
 impl Checkpoint {
-    /// Where it is.
+    /// Returns the checkpoint's URL.
     #[getter]
     fn url(&self) -> PyResult<&str> {
         Ok(self.checkpoint.get()?.url())
     }
 
-    /// What is known about the save: attempt, step, world, created_unix_ms, writer, user.
+    /// Returns facts about the save: attempt, step, world, created_unix_ms, writer, user.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let info = &self.checkpoint.get()?.manifest().info;
         let dict = PyDict::new(py);
@@ -113,7 +113,7 @@ impl Checkpoint {
         Ok(dict)
     }
 
-    /// Its leaves in the manifest's order: `("tensor", key, name, layout, dtype, shape, bytes)`,
+    /// Returns the leaves in the manifest's order: `("tensor", key, name, layout, dtype, shape, bytes)`,
     /// `("object", key, name, layout, [(ranks, bytes)])` with ranks as half-open ranges, or
     /// `("alias", key, name, layout, of_key, of_name)`.
     fn leaves<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
@@ -144,8 +144,8 @@ impl Checkpoint {
         Ok(list)
     }
 
-    /// All ranks' findings, the same on every rank: the leaves that no rank has a place for (`touched` are those that
-    /// this one has), and all problems, each once, with the ranks that have it.
+    /// Merges all ranks' findings, the same on every rank: the leaves that no rank has a place for (`touched` are those
+    /// that this one has), and all problems, each once, with the ranks that have it.
     #[allow(clippy::type_complexity)] // it is what Python gets
     fn agree(
         &self,
@@ -160,7 +160,7 @@ impl Checkpoint {
         Ok((summary.untouched, summary.problems))
     }
 
-    /// What this rank's `load` would read: bytes_wanted, bytes_read, reads, files. Touches no data.
+    /// Returns the reads of this rank's `load`: bytes_wanted, bytes_read, reads, files. Touches no data.
     fn plan<'py>(
         &self,
         py: Python<'py>,

@@ -6,7 +6,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use shardfast_cli::{Finding, Host, Status};
 
-/// Name, status, what was found, what follows.
+/// Name, status, finding and consequence.
 type Row = (String, String, String, String);
 
 /// Runs the command, which holds no lock of Python's unless it calls `host`.

@@ -28,7 +28,7 @@ const COMPLEX: u8 = 5;
 const CPU: i32 = 1;
 const CUDA: i32 = 2;
 
-/// `DLPackExchangeAPI`.
+/// Layout of `DLPackExchangeAPI`.
 #[repr(C)]
 struct Exchange {
     major: u32,
@@ -42,7 +42,7 @@ struct Exchange {
     current_work_stream: *const c_void,
 }
 
-/// `DLTensor`.
+/// Layout of `DLTensor`.
 #[repr(C)]
 struct Tensor {
     data: *const c_void,
@@ -75,7 +75,7 @@ impl Told<'_> {
         (self.data as u64).wrapping_add(self.byte_offset)
     }
 
-    /// Each as long as the tensor has axes, or empty if the table gives none.
+    /// Returns each as long as the tensor has axes, or empty if the table gives none.
     fn shape_and_strides(&self) -> [&[i64]; 2] {
         [self.shape, self.strides].map(|numbers| match numbers.is_null() || self.ndim <= 0 {
             true => &[][..],
@@ -85,7 +85,7 @@ impl Told<'_> {
     }
 }
 
-/// Where the place of a type's tensors comes from.
+/// Source of the places of a type's tensors.
 #[derive(Clone, Copy)]
 enum Origin<'a> {
     Table(&'a Exchange),
@@ -95,9 +95,9 @@ enum Origin<'a> {
 /// The places of tensors: the type in Python, device, address, element type, shape and strides of each.
 #[derive(Default)]
 pub(crate) struct Places {
-    /// Each tensor's type, and what a table returned of it.
+    /// Type of each tensor, and the table's result for it.
     bytes: Vec<u8>,
-    /// What the function returned, in order.
+    /// Results of the function, in order.
     objects: Vec<Py<PyAny>>,
 }
 
@@ -139,7 +139,7 @@ impl Places {
         Ok(())
     }
 
-    /// Whether all places are equal.
+    /// Returns whether all places are equal.
     pub(crate) fn is_equal(&self, py: Python<'_>, other: &Places) -> PyResult<bool> {
         if self.bytes != other.bytes || self.objects.len() != other.objects.len() {
             return Ok(false);
@@ -167,8 +167,8 @@ pub(crate) struct Dense {
 pub(crate) struct Lookup<'py>(Option<(Bound<'py, PyType>, Option<&'py Exchange>)>);
 
 impl<'py> Lookup<'py> {
-    /// Where the tensor lies; `None` if its type has no exchange table of a known version, or if the table does not
-    /// describe a dense tensor of a `Dtype` on a CPU or a CUDA device.
+    /// Returns the place of the tensor; `None` if its type has no exchange table of a known version, or if the table
+    /// does not describe a dense tensor of a `Dtype` on a CPU or a CUDA device.
     pub(crate) fn dense(&mut self, tensor: &Bound<'py, PyAny>) -> Option<Dense> {
         let exchange = match &self.0 {
             Some((kind, exchange)) if kind.as_type_ptr() == tensor.get_type_ptr() => *exchange,
@@ -214,7 +214,7 @@ fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {
     Ok(exchange)
 }
 
-/// What the table returns of a tensor of its type.
+/// Returns the table's result for a tensor of its type.
 fn tell<'a>(tensor: &'a Bound<'_, PyAny>, exchange: &Exchange) -> PyResult<Told<'a>> {
     let function = exchange.tensor_from_py_object;
     let function =
@@ -289,7 +289,7 @@ mod tests {
         })
     }
 
-    /// A type with such a table.
+    /// Makes a type with such a table.
     fn kind(py: Python<'_>, major: u32) -> Bound<'_, PyAny> {
         let nothing = std::ptr::null();
         let table = Exchange {

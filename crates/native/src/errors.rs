@@ -39,17 +39,17 @@ fn class(py: Python<'_>, kind: Kind) -> Bound<'_, pyo3::types::PyType> {
     }
 }
 
-/// The engine's failure as its exception.
+/// Converts the engine's failure to its exception.
 pub(crate) fn raise(error: shardfast_engine::Error) -> PyErr {
     Python::attach(|py| PyErr::from_type(class(py, error.kind), error.message))
 }
 
-/// A wrong argument.
+/// Makes the exception of a wrong argument.
 pub(crate) fn invalid(message: impl Into<String>) -> PyErr {
     Invalid::new_err(message.into())
 }
 
-/// The kind of that name.
+/// Returns the kind called `name`.
 pub(crate) fn kind(name: &str) -> PyResult<Kind> {
     let kind = Kind::ALL.into_iter().find(|kind| kind.name() == name);
     kind.ok_or_else(|| invalid(format!("expected the name of a kind of failure, found {name:?}")))

@@ -19,7 +19,7 @@ pub(crate) struct Hold {
     retain: Option<Py<PyAny>>,
     wrapped: Vec<usize>,
     addresses: Vec<u64>,
-    /// Whether what is held was found elsewhere.
+    /// `true` if the held memory was found elsewhere.
     has_moved: AtomicBool,
 }
 
@@ -72,7 +72,7 @@ impl Hold {
         Ok(Some(Stamp { memory, versions: self.versions(tensors)? }))
     }
 
-    /// The changes since the stamp was made: each tensor's number, and a word such as "written".
+    /// Returns the changes since the stamp was made: each tensor's number, and a word such as "written".
     fn changes(&self, tensors: &Bound<'_, PyList>, stamp: &Stamp) -> PyResult<Vec<(usize, &'static str)>> {
         let (addresses, versions) = (self.now(tensors.py(), &stamp.memory)?, self.versions(tensors)?);
         if addresses != self.addresses {
@@ -94,7 +94,8 @@ impl Hold {
 }
 
 impl Hold {
-    /// Whether memory has moved: resized memory has its new address before the old is freed.
+    /// Returns the present addresses, which show whether memory has moved: resized memory has its new address before
+    /// the old is freed.
     fn now(&self, py: Python<'_>, memory: &[Py<PyAny>]) -> PyResult<Vec<u64>> {
         memory.iter().map(|memory| call(py, &self.address, memory)?.cast_into::<PyInt>()?.extract()).collect()
     }

@@ -5,8 +5,8 @@ use shardfast_tools::interval::{self, Bounds, Costs};
 
 use crate::errors::raise;
 
-/// The number of steps between two saves that wastes least, the waste then, and what decided: `waste`, `storage`,
-/// `at_least` or `at_most`.
+/// Returns the number of steps between two saves that wastes least, the waste then, and the limit that decided:
+/// `waste`, `storage`, `at_least` or `at_most`.
 #[pyfunction]
 #[pyo3(signature = (*, step_s, cost_s, lag_s, mtbf_s, restart_s, at_least, at_most))]
 pub(crate) fn best_interval(
@@ -23,13 +23,13 @@ pub(crate) fn best_interval(
     Ok((best.steps, best.waste, best.limit.name()))
 }
 
-/// The mean time between failures, in seconds, after `restarts` failures in `trained_s` seconds.
+/// Returns the mean time between failures, in seconds, after `restarts` failures in `trained_s` seconds.
 #[pyfunction]
 pub(crate) fn mean_time_between_failures(expected_s: f64, restarts: u64, trained_s: f64) -> f64 {
     interval::mean_time_between_failures(expected_s, restarts, trained_s)
 }
 
-/// The seconds that a text such as `6h` says.
+/// Returns the seconds of a text such as `6h`.
 #[pyfunction]
 pub(crate) fn time_of(text: &str) -> PyResult<f64> {
     interval::seconds(text).map_err(raise)

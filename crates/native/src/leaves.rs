@@ -31,14 +31,14 @@ pub(crate) struct Held<P> {
 }
 
 impl Held<Memory> {
-    /// Host memory that is read while the program goes on.
+    /// Makes host memory that is read while the program goes on.
     pub(crate) fn lazily(block: &Strided, owner: &Arc<Owner>) -> Held<Memory> {
         Held { memory: memory(block, true), capture: Capture::Lazy, _owner: Arc::clone(owner) }
     }
 }
 
 impl Held<DeviceMemory> {
-    /// A device's memory that is read while the program goes on.
+    /// Makes a device's memory that is read while the program goes on.
     pub(crate) fn on_device(copies: &Arc<CopyStream>, block: &Strided, owner: &Arc<Owner>) -> Held<DeviceMemory> {
         Held { memory: device_memory(copies, block), capture: Capture::Lazy, _owner: Arc::clone(owner) }
     }
@@ -142,16 +142,16 @@ impl<'a> CopyStreams<'a> {
     }
 }
 
-/// What a state holds and where its tensors lie, described once for all saves while both stay the same.
+/// Leaves of a state and places of its tensors, described once for all saves while both stay the same.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Described {
     catalog: Arc<Catalog>,
     /// Present if the holders of all tensors are known.
     replicas: Option<Arc<Replicas>>,
-    /// When the replicas of each leaf are compared.
+    /// Saves that compare the replicas of each leaf.
     compared: Arc<Vec<Compared>>,
     makers: Arc<Vec<Maker>>,
-    /// In the catalog's order.
+    /// Contents of the leaves, in the catalog's order.
     bodies: Arc<Vec<Body>>,
     /// The samples that are read when a save begins.
     spots: Spots,
@@ -164,11 +164,11 @@ pub(crate) struct PartInRun<'a> {
     pub(crate) leaf: u32,
     pub(crate) part: u32,
     pub(crate) block: &'a Strided,
-    /// The CUDA device that has it.
+    /// The CUDA device that has the part; `None` for the host.
     pub(crate) device: Option<u32>,
 }
 
-/// What one save takes of a state beside its tensors' places.
+/// State of one save, beside its tensors' places.
 struct Now {
     values: Vec<Arc<Encoded>>,
     copied: Arc<Vec<u8>>,
@@ -180,7 +180,7 @@ struct Now {
 }
 
 impl Now {
-    /// For each leaf its parts' bytes.
+    /// Returns the bytes of each leaf's parts, leaf by leaf.
     fn providers(&self, bodies: &[Body]) -> Vec<Vec<Arc<dyn Provider>>> {
         let mut copied = 0;
         let of = |body: &Body| match body {
@@ -219,7 +219,7 @@ impl Now {
 #[derive(Default)]
 struct Groups<'py> {
     sets: Vec<RankSet>,
-    /// Their indices, by the addresses of the Python tuples, which are kept: most leaves give the same tuple.
+    /// Indices of the sets, by the addresses of the Python tuples, which are kept: most leaves give the same tuple.
     known: HashMap<usize, (Bound<'py, PyAny>, u32)>,
 }
 
@@ -246,7 +246,7 @@ impl<'py> Groups<'py> {
 /// A maker, as Python gives it.
 type GivenMaker = (String, String, String, String, Vec<String>, Vec<String>);
 
-/// Where a leaf's bytes come from.
+/// Source of a leaf's bytes.
 enum Body {
     Tensor(Capture, Vec<Part>),
     /// The number of the value among the objects, in the order given.
@@ -267,7 +267,7 @@ fn owner_of_value(said: &Bound<'_, PyAny>) -> PyResult<ValueOwner> {
 
 #[pymethods]
 impl Described {
-    /// From leaves: `("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)` with parts
+    /// Takes leaves: `("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)` with parts
     /// `(offsets, lengths, pointer, strides_bytes)`, `("flat", start, stop, pointer)` or, in a box,
     /// `("flat", start, stop, pointer, (offsets, lengths))`, behind it the number of a CUDA device if the memory is
     /// one's, `capture` the name of a [`Capture`], `holders` the ranks that hold the same parts
@@ -337,7 +337,7 @@ impl Described {
         Ok(Described { catalog, replicas, compared, makers, bodies, spots, captures })
     }
 
-    /// The numbers of the devices on which tensors lie.
+    /// Returns the numbers of the devices on which tensors lie.
     #[getter]
     fn devices(&self) -> BTreeSet<u32> {
         self.device_bytes().into_keys().collect()
@@ -407,17 +407,17 @@ impl Described {
         runs
     }
 
-    /// What a save calls its leaves.
+    /// Returns the catalog of a save.
     pub(crate) fn catalog(&self) -> &Arc<Catalog> {
         &self.catalog
     }
 
-    /// How its tensors are captured.
+    /// Returns how its tensors are captured.
     pub(crate) fn captures(&self) -> Captures {
         self.captures
     }
 
-    /// The bytes of all tensors that are copied in the call, in the catalog's order.
+    /// Returns the bytes of all tensors that are copied in the call, in the catalog's order.
     fn copied_inline(&self) -> PyResult<Arc<Vec<u8>>> {
         let now = || {
             let parts = self.bodies.iter().flat_map(|body| match body {
@@ -437,7 +437,7 @@ impl Described {
     }
 }
 
-/// `is_lazy`: as memory that may be gone when it is read.
+/// Makes memory of a block; with `is_lazy` it may be gone when it is read.
 fn memory(block: &Strided, is_lazy: bool) -> Memory {
     // SAFETY: Python's adapters give the address of memory that they found allocated just before the save was begun in
     // the same call, and that its `owner` keeps so; the caller of `save` does not write it before the save is staged,
@@ -491,12 +491,12 @@ fn tensor(leaf: &Bound<'_, PyTuple>, name: &LeafName) -> PyResult<(LeafBody, Bod
     Ok((body, Body::Tensor(capture, memory)))
 }
 
-/// Whether the kernel reads it at nearly the speed of a copy.
+/// Returns whether the kernel reads the block at nearly the speed of a copy.
 fn is_quick(block: &Strided) -> bool {
     block.run_bytes() >= GUARDED_RUN_BYTES_MIN.min(block.total_bytes())
 }
 
-/// What a load is to fill: the index of a leaf, and behind it a part as [`blocks`] takes it.
+/// Converts the wants of a load: the index of a leaf, followed by a part as [`blocks`] takes it.
 pub(crate) fn wants(
     engine: &Engine,
     manifest: &Manifest,
@@ -550,7 +550,7 @@ mod tests {
         assert!(!quick(&[4096], &[8]), "each element alone");
     }
 
-    /// How a tensor of one part is captured.
+    /// Returns how a tensor of one part is captured.
     fn capture(word: &str, part: &str) -> Result<Capture, String> {
         Python::initialize();
         Python::attach(|py| {

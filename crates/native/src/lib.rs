@@ -1,5 +1,5 @@
-//! `shardfast._native`: what Python calls of the engine. It knows no framework, and while the engine works it never
-//! calls Python.
+//! Binds the engine to Python as `shardfast._native`. It knows no framework, and while the engine works it never calls
+//! Python.
 
 mod ahead;
 mod checkpoint;

@@ -22,7 +22,7 @@ impl Mapped {
         Ok(Mapped { mapped: Own::new("this mapped checkpoint", mapped) })
     }
 
-    /// The saved parts of the tensor that is leaf `leaf`, proven. One rank alone calls it.
+    /// Returns the saved parts of the tensor that is leaf `leaf`, proven. One rank alone calls it.
     fn parts(&self, py: Python<'_>, leaf: usize) -> PyResult<Vec<Part>> {
         let mapped = self.mapped.get()?;
         let views = py.detach(|| mapped.tensor(leaf)).map_err(raise)?;
@@ -38,25 +38,25 @@ pub(crate) struct Part {
 
 #[pymethods]
 impl Part {
-    /// Where the part begins in the tensor's global shape.
+    /// Returns the part's offsets in the tensor's global shape.
     #[getter]
     fn offsets<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.view.region.offsets)
     }
 
-    /// Its shape, in elements.
+    /// Returns the view's shape, in elements.
     #[getter]
     fn lengths<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.view.region.lengths)
     }
 
-    /// Address of its elements, row-major. Writing there changes this process's memory and no file.
+    /// Returns the address of the elements, row-major. Writing there changes this process's memory and no file.
     #[getter]
     fn address(&self) -> usize {
         self.view.as_ptr() as usize
     }
 
-    /// Its size.
+    /// Returns its size in bytes.
     #[getter]
     fn bytes(&self) -> usize {
         self.view.len()

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-/// Whether the interpreter was asked and has not called yet.
+/// `true` while the interpreter was asked and has not called yet.
 static IS_ASKED: AtomicBool = AtomicBool::new(false);
 /// Threads that ask at this moment.
 static ASKING: AtomicUsize = AtomicUsize::new(0);
-/// Whether the interpreter is about to end: it is not asked any more.
+/// `true` once the interpreter is about to end: it is not asked any more.
 static IS_OVER: AtomicBool = AtomicBool::new(false);
 
 /// An object that keeps memory allocated.
@@ -50,14 +50,14 @@ fn ask() -> bool {
     asked
 }
 
-/// Called by the interpreter. PyO3 gives back what was dropped when this thread attaches.
+/// Runs in the interpreter: PyO3 releases dropped references when this thread attaches.
 extern "C" fn give_back(_: *mut c_void) -> c_int {
     IS_ASKED.store(false, Ordering::SeqCst);
     Python::try_attach(|_| ());
     0
 }
 
-/// The interpreter is about to end: no thread asks it for anything afterwards.
+/// Records that the interpreter is about to end: no thread asks it for anything afterwards.
 #[pyfunction]
 pub(crate) fn interpreter_ends() {
     IS_OVER.store(true, Ordering::SeqCst);

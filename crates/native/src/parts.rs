@@ -10,12 +10,12 @@ use shardfast_format::{DType, Region};
 
 use crate::errors::invalid;
 
-/// A region and where its elements lie.
+/// A region, and the address of its elements.
 pub(crate) struct Block {
     pub(crate) region: Region,
     pub(crate) address: usize,
     pub(crate) strides_bytes: Vec<i64>,
-    /// The number of the CUDA device whose memory it is.
+    /// The number of the CUDA device that has the memory; `None` for the host.
     pub(crate) device: Option<u32>,
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn blocks(
     Ok(vec![Block { region, address, strides_bytes, device }])
 }
 
-/// A box in a tensor of `shape`.
+/// Makes a box in a tensor of `shape`.
 fn boxed(offsets: &[u64], lengths: &[u64], shape: &[u64], name: &impl std::fmt::Display) -> PyResult<Region> {
     if [offsets.len(), lengths.len()] != [shape.len(); 2] {
         let (expected, offsets, lengths) = (shape.len(), offsets.len(), lengths.len());
@@ -112,7 +112,7 @@ mod tests {
     /// A block's region, address, strides and device.
     type Fields = (Region, usize, Vec<i64>, Option<u32>);
 
-    /// What `blocks` makes of a part, said in Python, of a tensor of shape [4, 6] and 4 bytes an element.
+    /// Returns the blocks of a part, given as Python code, of a tensor of shape [4, 6] and 4 bytes an element.
     fn made(code: &std::ffi::CStr) -> Result<Vec<Fields>, String> {
         Python::initialize();
         Python::attach(|py| {

@@ -1,4 +1,4 @@
-//! Saves.
+//! Starts saves and waits for them.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::process::Own;
 use crate::session::{Session, seconds};
 use crate::values::Value;
 
-/// How often a wait looks for signals: Ctrl-C must not hang.
+/// Interval at which a wait checks for signals: Ctrl-C must not hang.
 const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 
 /// A save in flight.
@@ -99,7 +99,7 @@ impl Pending {
         self.wait(py, timeout_s, shardfast_engine::Pending::committed)
     }
 
-    /// Whether the save has ended, well or badly.
+    /// Returns whether the save has ended, with or without success.
     fn done(&self) -> PyResult<bool> {
         Ok(self.pending.get()?.done())
     }
@@ -110,12 +110,12 @@ impl Pending {
         Ok(())
     }
 
-    /// Shardfast's own notes of the checkpoint, after the commit; the same on every rank.
+    /// Returns Shardfast's own notes of the checkpoint, after the commit; the same on every rank.
     fn committed_notes(&self) -> PyResult<BTreeMap<String, String>> {
         Ok(self.pending.get()?.committed_notes())
     }
 
-    /// What the save did so far, as JSON.
+    /// Returns the results of the save so far, as JSON.
     fn report(&self) -> PyResult<String> {
         serde_json::to_string(&self.pending.get()?.report()).map_err(|error| invalid(error.to_string()))
     }

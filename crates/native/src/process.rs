@@ -13,12 +13,12 @@ pub(crate) struct Own<T> {
 }
 
 impl<T> Own<T> {
-    /// `what` names the value in the error.
+    /// Wraps a value; `what` names it in the error.
     pub(crate) fn new(what: &'static str, value: T) -> Own<T> {
         Own { what, value: Some(value), process: std::process::id() }
     }
 
-    /// The value, in its own process.
+    /// Returns the value, in its own process.
     pub(crate) fn get(&self) -> PyResult<&T> {
         let here = std::process::id();
         match &self.value {

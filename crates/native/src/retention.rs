@@ -1,4 +1,4 @@
-//! Which checkpoints of a run are kept.
+//! Deletes checkpoints of a run by its retention rules.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -17,9 +17,9 @@ pub(crate) struct Retention {
 
 #[pymethods]
 impl Retention {
-    /// Of the run at `url`, whose newest `last` checkpoints are kept, those of a step that is a multiple of `every`,
-    /// and those that are `best`: a metric, how many, and whether larger values are better. A round fails once no
-    /// request has succeeded for `timeout_s`.
+    /// Makes the retention of the run at `url`. It keeps the newest `last` checkpoints, those of a step that is a
+    /// multiple of `every`, and those that are `best`: a metric, how many, and whether larger values are better. A
+    /// round fails once no request has succeeded for `timeout_s`.
     #[new]
     #[pyo3(signature = (url, *, last, every, best, timeout_s))]
     fn new(

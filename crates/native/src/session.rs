@@ -16,7 +16,7 @@ use crate::process::Own;
 /// A rank's place among the ranks of its job before it has joined them. Where others join through it, it listens.
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Place {
-    /// None once it has joined.
+    /// The place; `None` once the rank has joined.
     place: Own<Mutex<Option<grpc::Place>>>,
     parent: Option<u32>,
     address: Option<String>,
@@ -50,20 +50,20 @@ impl Place {
         Ok(Place { place: Own::new("this rank's place in its job", Mutex::new(Some(place))), parent, address })
     }
 
-    /// The rank through which this one joins; `None` for rank 0.
+    /// Returns the rank through which this one joins; `None` for rank 0.
     #[getter]
     fn parent(&self) -> Option<u32> {
         self.parent
     }
 
-    /// The address at which this rank's children join, `host:port`; `None` without children.
+    /// Returns the address at which this rank's children join, `host:port`; `None` without children.
     #[getter]
     fn address(&self) -> Option<&str> {
         self.address.as_deref()
     }
 
-    /// The parent's address, from rank 0 at `root`; registers this rank's own there. All ranks of a job call it, or
-    /// none.
+    /// Asks rank 0, at `root`, for the parent's address, and registers this rank's own there. All ranks of a job call
+    /// it, or none.
     fn find_parent(&self, py: Python<'_>, root: &str, timeout_s: f64) -> PyResult<String> {
         let timeout = seconds(timeout_s)?;
         let place = self.place.get()?;
@@ -111,7 +111,7 @@ impl Session {
         Ok(Session { engine: Own::new("this job's session", engine), is_whole_job: true })
     }
 
-    /// Whether none of the job's ranks is left out.
+    /// Returns whether none of the job's ranks is left out.
     pub(crate) fn is_whole_job(&self) -> bool {
         self.is_whole_job
     }
@@ -123,20 +123,20 @@ impl Session {
 
 #[pymethods]
 impl Session {
-    /// One process alone.
+    /// Makes the session of one process alone.
     #[staticmethod]
     #[pyo3(signature = (*, staging_bytes=None))]
     fn solo(staging_bytes: Option<u64>) -> PyResult<Session> {
         Session::new(shardfast_coord::solo(), staging_bytes.unwrap_or_else(|| staging_bytes_default(1)))
     }
 
-    /// This rank's number.
+    /// Returns this rank's number.
     #[getter]
     fn rank(&self) -> PyResult<u32> {
         Ok(self.engine()?.rank())
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[getter]
     fn world(&self) -> PyResult<u32> {
         Ok(self.engine()?.world())
@@ -156,8 +156,8 @@ impl Session {
         self.engine()?.accelerators().reserve(*device, bytes.values().sum()).map_err(raise)
     }
 
-    /// A sentence for each operation that has waited longer than `patience_s` for other ranks to call it, once, and
-    /// whether any waits for ranks.
+    /// Returns a sentence for each operation that has waited longer than `patience_s` for other ranks to call it, once,
+    /// and whether any waits for ranks.
     fn overdue(&self, patience_s: f64) -> PyResult<(Vec<String>, bool)> {
         let patience = seconds(patience_s)?;
         Ok(self.engine()?.overdue(patience))

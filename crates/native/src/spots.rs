@@ -13,7 +13,7 @@ const BYTES_EACH: u64 = 4 << 20;
 /// Samples per part.
 const LOOKS_MAX: u64 = 16;
 
-/// Addresses, and where in its part's bytes each lies.
+/// Addresses, each with its offset in the part's bytes.
 #[derive(Default)]
 pub(crate) struct Spots(Vec<(usize, u64)>);
 
@@ -32,7 +32,7 @@ impl Spots {
         first..self.0.len()
     }
 
-    /// The present bytes.
+    /// Returns the present bytes.
     #[allow(unsafe_code)]
     pub(crate) fn look(&self) -> Vec<Sample> {
         let look = |&(address, at): &(usize, u64)| {
@@ -49,7 +49,7 @@ impl Spots {
 mod tests {
     use super::*;
 
-    /// Where the spots of elements of 4 bytes lie: their addresses, and their places in the part's bytes.
+    /// Returns the spots of elements of 4 bytes: their addresses, and their places in the part's bytes.
     fn spots(address: usize, lengths: &[u64], strides_bytes: &[i64]) -> Vec<(usize, u64)> {
         let mut spots = Spots::default();
         spots.0.push((0, 0));

@@ -1,4 +1,4 @@
-//! Replays steps that standard input describes and writes what they leave to standard output, for tests that compare
+//! Replays the steps that standard input describes, and writes the result to standard output, for tests that compare
 //! with a framework's own steps.
 //!
 //! `replay <variant> <dtype of gradients> <factor or -> <steps in a pass> <elements of a block> <numel>,<numel>,...`
@@ -16,7 +16,7 @@ use shardfast_optim::{
     Step, Variant, replay,
 };
 
-/// Arguments and their order, which the documentation above describes.
+/// Arguments in their order, which the documentation above describes.
 struct Arguments {
     variant: &'static Variant,
     gradient: Dtype,
@@ -26,10 +26,10 @@ struct Arguments {
     numels: Vec<usize>,
 }
 
-/// A tensor's parameter and moments.
+/// Parameter and moments of a tensor.
 type Arrays = Vec<Vec<u8>>;
 
-/// The place, the parameter and the moments of a block.
+/// Place, parameter and moments of a block.
 type Cut<'a> = (usize, &'a mut [u8], Vec<&'a mut [u8]>);
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -82,7 +82,7 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
     })
 }
 
-/// The next `bytes` of `rest`.
+/// Takes the next `bytes` bytes of `rest`.
 fn take<'a>(rest: &mut &'a [u8], bytes: usize) -> Result<&'a [u8], Box<dyn Error>> {
     let (taken, behind) = rest.split_at_checked(bytes).ok_or("the input is too short")?;
     *rest = behind;

@@ -1,4 +1,4 @@
-//! Adagrad, one step of a piece.
+//! Steps a piece by Adagrad.
 
 use crate::dtype::Dtype;
 use crate::optimizer::{Moments, Optimizer};
@@ -6,17 +6,17 @@ use crate::piece::{Fma, Piece, add_scaled, each, each_with, each_with_two, mul_a
 use crate::scalars::{AdagradScalars, Scalars};
 use crate::sequence::{AdagradSequence, AdagradUpdate, MulAdd};
 
-/// The scalars of one step as the sequence uses them.
+/// Scalars of one step, as the sequence uses them.
 pub(crate) struct Coefficients {
-    /// Whether the result of every operation is narrowed.
+    /// `true` if the result of every operation is narrowed.
     narrows: bool,
-    /// What of the parameter is added to the gradient; `None` without decay.
+    /// Share of the parameter that is added to the gradient; `None` without decay.
     decay: Option<f32>,
     negated: bool,
     eps: f32,
-    /// What of the gradient or of the quotient goes into the parameter.
+    /// Factor of the gradient or the quotient that is added to the parameter.
     step: f32,
-    /// As they came, for what is computed in `f64`.
+    /// Scalars as given, for operations in `f64`.
     exact: AdagradScalars,
 }
 
@@ -83,7 +83,7 @@ impl Optimizer for AdagradSequence {
     }
 }
 
-/// `g + decay * p` in `f64`, rounded to `f32`.
+/// Returns `g + decay * p`, computed in `f64` and rounded to `f32`.
 #[inline(always)]
 fn wide_decay(how: MulAdd, g: f32, p: f32, decay: f64) -> f32 {
     let (g, p) = (f64::from(g), f64::from(p));

@@ -1,4 +1,4 @@
-//! Adam and AdamW, one step of a piece.
+//! Steps a piece by Adam or AdamW.
 
 use crate::dtype::Dtype;
 use crate::optimizer::{Moments, Optimizer};
@@ -6,13 +6,13 @@ use crate::piece::{Fma, Piece, add_scaled, each, each_with, each_with_two, mul_a
 use crate::scalars::{AdamScalars, Bias, Scalars};
 use crate::sequence::{AdamSequence, AdamUpdate, Decay, FirstMoment, Largest, MulAdd, SecondMoment, TwoProducts};
 
-/// The scalars of one step as the sequence uses them.
+/// Scalars of one step, as the sequence uses them.
 pub(crate) struct Coefficients {
-    /// Whether the result of every operation is narrowed.
+    /// `true` if the result of every operation is narrowed.
     narrows: bool,
-    /// What the parameter is multiplied by, or what is subtracted of it; `None` without decoupled decay.
+    /// Factor of the parameter, or the share that is subtracted from it; `None` without decoupled decay.
     decay: Option<f32>,
-    /// What of the parameter is added to the gradient; `None` without L2 decay.
+    /// Share of the parameter that is added to the gradient; `None` without L2 decay.
     l2: Option<f32>,
     negated: bool,
     amsgrad: bool,
@@ -20,10 +20,10 @@ pub(crate) struct Coefficients {
     weight1: f32,
     beta2: f32,
     weight2: f32,
-    /// What the root is divided or multiplied by.
+    /// Divisor or factor of the root.
     root: f32,
     eps: f32,
-    /// What the moment or the quotient is multiplied by, or the denominator divided by.
+    /// Factor of the moment or the quotient, or divisor of the denominator.
     step: f32,
 }
 
@@ -105,7 +105,7 @@ impl Optimizer for AdamSequence {
 }
 
 impl AdamSequence {
-    /// What the root is scaled by, what is added to it, and the step; see [`AdamUpdate`] for the formulas.
+    /// Returns scale of the root, addend of the root, and step; see [`AdamUpdate`] for the formulas.
     fn denominator(&self, scalars: &AdamScalars) -> (f32, f32, f32) {
         let (lr, eps) = (scalars.lr as f32, scalars.eps as f32);
         match scalars.bias {

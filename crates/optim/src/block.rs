@@ -1,4 +1,4 @@
-//! A block of one parameter with its moments, and the steps that wait for it.
+//! Describes a block of one parameter with its moments, and the steps that it waits for.
 
 use crate::dtype::{Dtype, Dtypes};
 use crate::error::Error;
@@ -7,46 +7,47 @@ use crate::scalars::Scalars;
 /// A run of one parameter's elements with the same run of its moments. The arrays need no alignment.
 #[derive(Debug)]
 pub struct Block<'a> {
-    /// The first element's place in the flattened tensor that the optimizer steps.
+    /// Index of the first element in the flattened tensor that the optimizer steps.
     pub offset: u64,
-    /// Elements of that tensor.
+    /// Number of elements of that tensor.
     pub numel: u64,
-    /// How the arrays are stored.
+    /// Element types of the arrays.
     pub dtypes: Dtypes,
-    /// The parameter.
+    /// Array of the parameter.
     pub parameter: &'a mut [u8],
-    /// Adam: first and second moment, and the largest second moment with amsgrad. Sgd: the momentum buffer, if momentum
-    /// is not 0. Adagrad: the sum of squares. Lion: the moment.
+    /// Arrays of the moments. Adam: first and second moment, and the largest second moment with amsgrad. Sgd: the
+    /// momentum buffer, if momentum is not 0. Adagrad: the sum of squares. Lion: the moment.
     pub moments: &'a mut [&'a mut [u8]],
 }
 
 /// A gradient of a block, as the optimizer used it.
 #[derive(Debug, Clone, Copy)]
 pub struct Gradient<'a> {
-    /// How it is stored.
+    /// Element type of the values.
     pub dtype: Dtype,
-    /// The same run of elements as the block.
+    /// Values for the same run of elements as the block.
     pub values: &'a [u8],
-    /// What the training multiplied the values by, in `f32`, before the optimizer saw them; `None` if it did not.
+    /// Factor in `f32` by which the training multiplied the values before the optimizer used them; `None` if it did
+    /// not.
     pub factor: Option<f32>,
 }
 
 /// One step of the optimizer for a block.
 #[derive(Debug, Clone, Copy)]
 pub enum Step<'a> {
-    /// The optimizer left this parameter as it was (a gradient that was not finite, or none).
+    /// No change of this parameter (the gradient was not finite, or there was none).
     Skipped,
-    /// The optimizer applied this gradient.
+    /// Application of a gradient.
     Taken {
-        /// The gradient.
+        /// Gradient that the optimizer used.
         gradient: Gradient<'a>,
-        /// The scalars.
+        /// Scalars that the optimizer used.
         scalars: Scalars,
     },
 }
 
 impl Block<'_> {
-    /// The number of elements, if all arrays have it and it lies within the tensor.
+    /// Returns the number of elements, if all arrays have it and it lies within the tensor.
     pub(crate) fn elements(&self) -> Result<usize, Error> {
         let (dtype, bytes) = (self.dtypes.parameter, self.parameter.len());
         if bytes % dtype.bytes() != 0 {
@@ -64,7 +65,7 @@ impl Block<'_> {
     }
 }
 
-/// Whether `bytes` are `elements` of `dtype`.
+/// Checks that `bytes` are `elements` elements of `dtype`.
 pub(crate) fn expect_length(what: &'static str, elements: usize, dtype: Dtype, bytes: &[u8]) -> Result<(), Error> {
     let expected = elements * dtype.bytes();
     match bytes.len() {

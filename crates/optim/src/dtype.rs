@@ -1,18 +1,18 @@
-//! How arrays are stored.
+//! Defines how arrays are stored.
 
 use std::fmt;
 
-/// How an element is stored; little-endian.
+/// Storage of an element; little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Dtype {
-    /// IEEE binary32.
+    /// IEEE binary32, four bytes.
     F32,
-    /// The upper half of a binary32.
+    /// Upper half of a binary32, two bytes.
     Bf16,
 }
 
 impl Dtype {
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
             Dtype::F32 => 4,
@@ -30,19 +30,19 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// The dtypes of a parameter and of its moments.
+/// Element types of a parameter and of its moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Dtypes {
-    /// Of the parameter.
+    /// Element type of the parameter.
     pub parameter: Dtype,
-    /// Of all moments.
+    /// Element type of all moments.
     pub moments: Dtype,
 }
 
 impl Dtypes {
-    /// `F32` throughout.
+    /// Parameters and moments of `F32`.
     pub const F32: Dtypes = Dtypes { parameter: Dtype::F32, moments: Dtype::F32 };
-    /// `BF16` throughout.
+    /// Parameters and moments of `BF16`.
     pub const BF16: Dtypes = Dtypes { parameter: Dtype::Bf16, moments: Dtype::Bf16 };
     /// Parameters of `F32` with moments of `BF16`.
     pub const MIXED: Dtypes = Dtypes { parameter: Dtype::F32, moments: Dtype::Bf16 };

@@ -1,4 +1,4 @@
-//! Which of the processor's vector instructions do the work; found when the program runs.
+//! Chooses the processor's vector instructions when the program runs.
 
 use crate::optimizer::Optimizer;
 use crate::piece::{Emulated, Fma, Instruction};
@@ -10,7 +10,7 @@ pub struct Instructions(Set);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Set {
-    /// What the program was compiled for.
+    /// Instructions that the program was compiled for.
     Compiled,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -18,17 +18,17 @@ enum Set {
     Avx512,
 }
 
-/// Whether the program was compiled for processors that round `a * b + c` once.
+/// `true` if the program was compiled for processors that round `a * b + c` once.
 const HAS_FMA: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
 
 impl Instructions {
-    /// The fastest ones.
+    /// Returns the fastest instructions.
     pub fn best() -> Instructions {
         let all = Instructions::all();
         all[all.len() - 1]
     }
 
-    /// All sets, the slowest first.
+    /// Returns all sets, the slowest first.
     pub fn all() -> Vec<Instructions> {
         #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
         let mut sets = vec![Instructions(Set::Compiled)];
@@ -45,7 +45,7 @@ impl Instructions {
         sets
     }
 
-    /// Does the work of `task`.
+    /// Runs `task` with these instructions.
     #[allow(unsafe_code)] // calls functions that only some processors can run
     pub(crate) fn run<O: Optimizer>(self, task: Task<'_, '_, O>) {
         match self.0 {

@@ -1,17 +1,17 @@
-//! Which optimizer, and where the training steps it.
+//! Names the optimizers, and the devices that step them.
 
 use std::fmt;
 
-/// An optimizer.
+/// Kind of optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// Adam and AdamW.
+    /// Optimizers Adam and AdamW.
     Adam,
-    /// Stochastic gradient descent.
+    /// Optimizer SGD: stochastic gradient descent.
     Sgd,
-    /// Adagrad.
+    /// Optimizer Adagrad: adaptive gradients.
     Adagrad,
-    /// Lion.
+    /// Optimizer Lion: sign of the moment.
     Lion,
 }
 
@@ -26,11 +26,11 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Where the training steps its optimizer.
+/// Device on which the training steps its optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Device {
-    /// On a processor like this one.
+    /// A processor like this one.
     Cpu,
-    /// On a CUDA device.
+    /// A CUDA device.
     Cuda,
 }

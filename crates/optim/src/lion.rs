@@ -1,4 +1,4 @@
-//! Lion, one step of a piece.
+//! Steps a piece by Lion.
 
 use crate::dtype::Dtype;
 use crate::optimizer::{Moments, Optimizer};
@@ -6,16 +6,16 @@ use crate::piece::{Fma, Piece, each, each_with, narrowed, weighted};
 use crate::scalars::{LionScalars, Scalars};
 use crate::sequence::LionSequence;
 
-/// The scalars of one step as the sequence uses them.
+/// Scalars of one step, as the sequence uses them.
 pub(crate) struct Coefficients {
-    /// Whether the result of every operation is narrowed.
+    /// `true` if the result of every operation is narrowed.
     narrows: bool,
     decay: f32,
     beta1: f32,
     weight1: f32,
     beta2: f32,
     weight2: f32,
-    /// What of the sign goes into the parameter.
+    /// Factor of the sign that is added to the parameter.
     step: f32,
 }
 
@@ -61,7 +61,7 @@ impl Optimizer for LionSequence {
     }
 }
 
-/// 1, 0 or -1; 0 for what is not a number.
+/// Returns 1, 0 or -1; 0 for a NaN.
 #[inline(always)]
 fn sign(x: f32) -> f32 {
     f32::from(i8::from(x > 0.0) - i8::from(x < 0.0))

@@ -1,22 +1,22 @@
-//! Arithmetic on pieces: runs of elements that stay in the first-level cache, in loops that compilers make vectors of.
+//! Computes on pieces: runs of elements that stay in the first-level cache, in loops that compilers vectorize.
 
 use crate::sequence::{MulAdd, TwoProducts};
 
-/// Elements of a piece: so many that branches on a sequence's choices cost nothing and that all arrays of a piece, with
-/// the pieces that are fetched meanwhile, fit into the cache. Below 128 compilers take loops apart instead of making
-/// vectors of them.
+/// Number of elements of a piece: so many that branches on a sequence's choices cost nothing, and so few that all
+/// arrays of a piece, with the pieces that are prefetched meanwhile, fit into the cache. Below 128 compilers unroll
+/// loops instead of vectorizing them.
 pub(crate) const PIECE: usize = 256;
 
-/// Elements of one array.
+/// Elements of one array, of one piece.
 pub(crate) type Piece = [f32; PIECE];
 
-/// How `a * b + c` is rounded once.
+/// Way to compute `a * b + c` with one rounding.
 pub(crate) trait Fma {
-    /// `a * b + c`, rounded once.
+    /// Returns `a * b + c`, rounded once.
     fn fma(a: f32, b: f32, c: f32) -> f32;
 }
 
-/// By an instruction of the processor.
+/// Computes `a * b + c` by an instruction of the processor.
 pub(crate) struct Instruction;
 
 impl Fma for Instruction {
@@ -26,12 +26,13 @@ impl Fma for Instruction {
     }
 }
 
-/// With the sums and products of `f64`, where the processor has no such instruction.
+/// Computes it with sums and products of `f64`, for processors without such an instruction.
 pub(crate) struct Emulated;
 
 impl Fma for Emulated {
-    /// The product of two `f32` is exact in `f64`. The sum is rounded to odd there, so that its second rounding, to
-    /// `f32`, is that of the exact sum (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    /// Multiplies exactly, since the product of two `f32` fits into `f64`. The sum is rounded to odd there, so that its
+    /// second rounding, to `f32`, is that of the exact sum (Boldo and Melquiond, "Emulation of a FMA and correctly
+    /// rounded sums", 2008).
     #[inline(always)]
     fn fma(a: f32, b: f32, c: f32) -> f32 {
         let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
@@ -47,7 +48,7 @@ impl Fma for Emulated {
     }
 }
 
-/// `a * b + c`.
+/// Returns `a * b + c`.
 #[inline(always)]
 pub(crate) fn mul_add<F: Fma>(how: MulAdd, a: f32, b: f32, c: f32) -> f32 {
     match how {
@@ -56,7 +57,7 @@ pub(crate) fn mul_add<F: Fma>(how: MulAdd, a: f32, b: f32, c: f32) -> f32 {
     }
 }
 
-/// `x[i] = f(x[i])`.
+/// Sets `x[i] = f(x[i])`.
 #[inline(always)]
 pub(crate) fn each(x: &mut Piece, f: impl Fn(f32) -> f32) {
     for x in x {
@@ -64,7 +65,7 @@ pub(crate) fn each(x: &mut Piece, f: impl Fn(f32) -> f32) {
     }
 }
 
-/// `x[i] = f(x[i], y[i])`.
+/// Sets `x[i] = f(x[i], y[i])`.
 #[inline(always)]
 pub(crate) fn each_with(x: &mut Piece, y: &Piece, f: impl Fn(f32, f32) -> f32) {
     for (x, y) in x.iter_mut().zip(y) {
@@ -72,7 +73,7 @@ pub(crate) fn each_with(x: &mut Piece, y: &Piece, f: impl Fn(f32, f32) -> f32) {
     }
 }
 
-/// `x[i] = f(x[i], y[i], z[i])`.
+/// Sets `x[i] = f(x[i], y[i], z[i])`.
 #[inline(always)]
 pub(crate) fn each_with_two(x: &mut Piece, y: &Piece, z: &Piece, f: impl Fn(f32, f32, f32) -> f32) {
     for ((x, y), z) in x.iter_mut().zip(y).zip(z) {
@@ -80,7 +81,7 @@ pub(crate) fn each_with_two(x: &mut Piece, y: &Piece, z: &Piece, f: impl Fn(f32,
     }
 }
 
-/// `x + a * y`.
+/// Sets `x` to `x + a * y`.
 #[inline(always)]
 pub(crate) fn add_scaled<F: Fma>(how: MulAdd, x: &mut Piece, a: f32, y: &Piece) {
     match how {
@@ -89,7 +90,7 @@ pub(crate) fn add_scaled<F: Fma>(how: MulAdd, x: &mut Piece, a: f32, y: &Piece) 
     }
 }
 
-/// `x * a + b * y`; `narrow` is applied to each product that is rounded by itself.
+/// Sets `x` to `x * a + b * y`; applies `narrow` to each product that is rounded by itself.
 #[inline(always)]
 pub(crate) fn weighted<F: Fma>(
     how: TwoProducts,
@@ -106,7 +107,7 @@ pub(crate) fn weighted<F: Fma>(
     }
 }
 
-/// `x` rounded to the upper half of a binary32, to nearest, ties to even. What is not a number becomes the quiet one.
+/// Rounds `x` to the upper half of a binary32, to nearest, ties to even. Every NaN becomes the quiet one.
 #[inline(always)]
 pub(crate) fn to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -114,13 +115,13 @@ pub(crate) fn to_bf16(x: f32) -> u16 {
     (if x.is_nan() { 0x7fc0 } else { rounded }) as u16
 }
 
-/// The value whose upper half is `x`.
+/// Returns the value whose upper half is `x`.
 #[inline(always)]
 pub(crate) fn from_bf16(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
-/// `x` as an array of 16 bits would hold it.
+/// Rounds `x` as an array of 16 bits would hold it.
 #[inline(always)]
 pub(crate) fn narrowed(x: f32) -> f32 {
     from_bf16(to_bf16(x))
@@ -130,7 +131,7 @@ pub(crate) fn narrowed(x: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// A generator of bits, of all exponents alike (Marsaglia's xorshift).
+    /// Generates bits, of all exponents alike (Marsaglia's xorshift).
     fn bits(state: &mut u64) -> u32 {
         *state ^= *state << 13;
         *state ^= *state >> 7;

@@ -1,4 +1,4 @@
-//! Gradients applied to a block, if everything fits together.
+//! Applies gradients to a block, after checking that all arguments fit together.
 
 use crate::block::{Block, Gradient, Step, expect_length};
 use crate::dtype::{Dtype, Dtypes};
@@ -11,11 +11,12 @@ use crate::variant::{Parts, Sequences, Variant};
 
 /// Applies `steps`, oldest first, to `block` as `variant` rounds, with the instructions that `on` names.
 ///
-/// The result depends neither on `on` nor on how a tensor is cut into blocks. Threads may work on blocks side by side.
+/// The result depends neither on `on` nor on how a tensor is cut into blocks. Several threads may replay blocks in
+/// parallel.
 ///
 /// # Errors
 ///
-/// Arrays, dtypes or scalars that do not fit together. The block is then as it was.
+/// An error for arrays, dtypes or scalars that contradict each other. The block is then unchanged.
 pub fn replay(on: Instructions, variant: &Variant, block: &mut Block<'_>, steps: &[Step<'_>]) -> Result<(), Error> {
     match &variant.sequences {
         Sequences::Adam(parts) => replay_with(on, variant, parts, block, steps),
@@ -48,7 +49,7 @@ fn replay_with<O: Optimizer>(
         let (body, tail) = (parts.body.coefficients(own, arrays), parts.tail.coefficients(own, arrays));
         taken.push(Taken { gradient: *gradient, body, tail });
     }
-    // The body of a tensor is what whole vectors of the implementation cover.
+    // The body of a tensor is the elements that whole vectors of the implementation cover.
     let body = block.numel - block.numel % variant.lanes;
     let split = usize::try_from(body.saturating_sub(block.offset)).unwrap_or(usize::MAX).min(elements);
     on.run(Task { parts, block, split, elements, taken: &taken });

@@ -1,190 +1,192 @@
-//! How an implementation rounds: every choice that two implementations of one optimizer make differently.
+//! Describes how an implementation rounds: every choice that two implementations of one optimizer make differently.
 //!
-//! In the formulas `p` is the parameter, `g` the gradient, `m` and `v` the moments; `f(x)` rounds to `f32`, and every
-//! operation rounds to `f32` unless the choice says otherwise.
+//! In the formulas, `p` is the parameter, `g` the gradient, `m` and `v` are the moments. `f(x)` rounds to `f32`, and
+//! every operation rounds to `f32` unless the choice says otherwise.
 
 use crate::dtype::Dtype;
 
-/// How `a * b + c` is rounded.
+/// Rounding of `a * b + c`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MulAdd {
-    /// Once, behind the sum: `fma(a, b, c)`.
+    /// One rounding, after the sum: `fma(a, b, c)`.
     Once,
-    /// Twice, behind the product and behind the sum.
+    /// Two roundings, after the product and after the sum.
     Twice,
 }
 
-/// How `a * b + c * d` is rounded.
+/// Rounding of `a * b + c * d`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TwoProducts {
-    /// Both products and the sum: three times.
+    /// Three roundings: of both products and of the sum.
     Separate,
-    /// `fma(a, b, c * d)`.
+    /// Computed as `fma(a, b, c * d)`.
     FirstInSum,
-    /// `fma(c, d, a * b)`.
+    /// Computed as `fma(c, d, a * b)`.
     SecondInSum,
 }
 
-/// What is rounded to the dtype of arrays narrower than `f32`, and when.
+/// Rounding to the dtype of arrays narrower than `f32`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Narrowing {
-    /// Parameter and moments, at the end of a step; within it they stay `f32`.
+    /// Parameter and moments are rounded at the end of a step; within it they stay `f32`.
     AtStore,
-    /// The result of every operation of the framework, each of which is computed in `f32`.
+    /// Every operation's result is rounded; each is computed in `f32`.
     EveryOperation,
 }
 
 impl Narrowing {
-    /// Whether results of operations on arrays of this dtype are narrowed one by one.
+    /// Returns whether results of operations on arrays of this dtype are narrowed one by one.
     pub(crate) fn is_after_every_operation(self, arrays: Dtype) -> bool {
         self == Narrowing::EveryOperation && arrays != Dtype::F32
     }
 }
 
-/// Adam and AdamW. `w1 = f(1 - beta1)`, `w2 = f(1 - beta2)`, `ss = lr / correction1`.
+/// Choices of Adam and AdamW. `w1 = f(1 - beta1)`, `w2 = f(1 - beta2)`, `ss = lr / correction1`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AdamSequence {
-    /// Decoupled weight decay.
+    /// Way of decoupled weight decay.
     pub decay: Decay,
-    /// L2 weight decay, `g + wd * p`.
+    /// Rounding of L2 weight decay, `g + wd * p`.
     pub l2: MulAdd,
-    /// The first moment.
+    /// Formula of the first moment.
     pub first: FirstMoment,
-    /// The second moment.
+    /// Formula of the second moment.
     pub second: SecondMoment,
-    /// The largest second moment.
+    /// Formula of the largest second moment.
     pub largest: Largest,
-    /// The denominator `d`, and how the parameter moves.
+    /// Formula of the denominator `d` and of the parameter.
     pub update: AdamUpdate,
-    /// When results are narrowed.
+    /// Time at which results are narrowed.
     pub narrowing: Narrowing,
 }
 
-/// Decoupled weight decay.
+/// Formula of decoupled weight decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decay {
-    /// `p * f(1 - lr * wd)`, the factor in `f64`.
+    /// Computed as `p * f(1 - lr * wd)`, the factor in `f64`.
     Factor,
-    /// `p - (f(lr) * f(wd)) * p`.
+    /// Computed as `p - (f(lr) * f(wd)) * p`.
     Subtracted(MulAdd),
 }
 
-/// The first moment.
+/// Formula of the first moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FirstMoment {
-    /// `m + w1 * (g - m)` where `w1 < 0.5`, else `g - (g - m) * (1 - w1)`.
+    /// Computed as `m + w1 * (g - m)` if `w1 < 0.5`, else as `g - (g - m) * (1 - w1)`.
     Lerp(MulAdd),
-    /// The same, else `(w1 - 1) * (g - m) + g`: another sign of zero where `w1` is 1.
+    /// Computed as [`FirstMoment::Lerp`] if `w1 < 0.5`, else as `(w1 - 1) * (g - m) + g`: another sign of zero where
+    /// `w1` is 1.
     LerpOfVectors(MulAdd),
-    /// `fma(b1, m, fma(-b1, g, g))`.
+    /// Computed as `fma(b1, m, fma(-b1, g, g))`.
     Nested,
 }
 
-/// The second moment.
+/// Formula of the second moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SecondMoment {
-    /// `v * b2 + (w2 * g) * g`.
+    /// Computed as `v * b2 + (w2 * g) * g`.
     ScaledGradient(TwoProducts),
-    /// `fma(w2, g * g, v * b2)`.
+    /// Computed as `fma(w2, g * g, v * b2)`.
     ScaledSquare,
-    /// `fma(b2, v, fma(-b2, g * g, g * g))`.
+    /// Computed as `fma(b2, v, fma(-b2, g * g, g * g))`.
     Nested,
 }
 
-/// The larger of the largest second moment `a` and the new one `b`.
+/// Formula of the larger of the largest second moment `a` and the new one `b`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Largest {
-    /// `b` where they are equal (zeros of two signs); not a number where either is not.
+    /// Value `b` if they are equal (zeros of two signs); a NaN if either is one.
     SecondIfEqual,
-    /// `if a < b { b } else { a }`.
+    /// Computed as `if a < b { b } else { a }`.
     FirstIfEqual,
-    /// The positive one of two zeros; not a number where either is not.
+    /// Value with the positive sign of two zeros; a NaN if either is one.
     PositiveZero,
 }
 
-/// How the parameter moves.
+/// Formula of the parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdamUpdate {
-    /// `p + (f(-ss) * m) / d`, `d = sqrt(v) / f(correction2_sqrt) + f(eps)`; corrections from the host.
+    /// Computed as `p + (f(-ss) * m) / d`, `d = sqrt(v) / f(correction2_sqrt) + f(eps)`; corrections from the host.
     ScaledMoment,
-    /// The same with `ss` divided in `f32`; corrections from the device.
+    /// Computed as [`AdamUpdate::ScaledMoment`], with `ss` divided in `f32`; corrections from the device.
     ScaledMomentOfDevice,
-    /// `fma(f(-ss), m / d, p)`, `d` as above; corrections from the host.
+    /// Computed as `fma(f(-ss), m / d, p)`, `d` as in [`AdamUpdate::ScaledMoment`]; corrections from the host.
     Quotient,
-    /// The same with `d = sqrt(v) * (1 / f(correction2_sqrt)) + f(eps)`.
+    /// Computed as [`AdamUpdate::Quotient`], with `d = sqrt(v) * (1 / f(correction2_sqrt)) + f(eps)`.
     QuotientOfReciprocal,
-    /// `p + m / d`, `d = (sqrt(v) / correction2_sqrt + f(eps)) / s`, `s = 1 / (-correction1 / f(lr))`; corrections from
-    /// the device.
-    StepInDenominator,
-    /// `p + m / d`, `d = sqrt(v) / (correction2_sqrt * s) + (1 / s) * f(eps)`, `s = -((1 / correction1) * f(lr))`;
+    /// Computed as `p + m / d`, `d = (sqrt(v) / correction2_sqrt + f(eps)) / s`, `s = 1 / (-correction1 / f(lr))`;
     /// corrections from the device.
+    StepInDenominator,
+    /// Computed as `p + m / d`, `d = sqrt(v) / (correction2_sqrt * s) + (1 / s) * f(eps)`, `s = -((1 / correction1) *
+    /// f(lr))`; corrections from the device.
     StepInParts,
 }
 
 impl AdamUpdate {
-    /// Whether bias corrections come from the device.
+    /// Returns whether bias corrections come from the device.
     pub(crate) fn is_of_device(self) -> bool {
         matches!(self, AdamUpdate::ScaledMomentOfDevice | AdamUpdate::StepInDenominator | AdamUpdate::StepInParts)
     }
 }
 
-/// Stochastic gradient descent.
+/// Choices of stochastic gradient descent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SgdSequence {
-    /// Weight decay, `g + wd * p`.
+    /// Rounding of weight decay, `g + wd * p`.
     pub decay: MulAdd,
-    /// The buffer, `buffer * momentum + (1 - dampening) * g`.
+    /// Rounding of the buffer, `buffer * momentum + (1 - dampening) * g`.
     pub buffer: TwoProducts,
-    /// Where `1 - dampening` is computed.
+    /// Precision of `1 - dampening`.
     pub dampening: Complement,
-    /// `g + momentum * buffer`.
+    /// Rounding of `g + momentum * buffer`.
     pub nesterov: MulAdd,
-    /// `p + f(-lr) * g`.
+    /// Rounding of `p + f(-lr) * g`.
     pub update: MulAdd,
-    /// When results are narrowed.
+    /// Time at which results are narrowed.
     pub narrowing: Narrowing,
 }
 
-/// Where `1 - x` is computed.
+/// Precision of `1 - x`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Complement {
-    /// `f(1 - x)`, in `f64`.
+    /// Computed as `f(1 - x)`, in `f64`.
     Double,
-    /// `1 - f(x)`.
+    /// Computed as `1 - f(x)`.
     Single,
 }
 
-/// Adagrad. `sd = sqrt(sum) + eps`.
+/// Choices of Adagrad. `sd = sqrt(sum) + eps`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AdagradSequence {
-    /// Weight decay, `g + wd * p`.
+    /// Rounding of weight decay, `g + wd * p`.
     pub decay: MulAdd,
-    /// The sum, `sum + g * g`.
+    /// Rounding of the sum, `sum + g * g`.
     pub square: MulAdd,
-    /// How the parameter moves.
+    /// Formula of the parameter.
     pub update: AdagradUpdate,
-    /// When results are narrowed.
+    /// Time at which results are narrowed.
     pub narrowing: Narrowing,
 }
 
-/// How Adagrad moves the parameter.
+/// Formula of the parameter in Adagrad.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdagradUpdate {
-    /// `p + (f(-lr) * g) / sd`.
+    /// Computed as `p + (f(-lr) * g) / sd`.
     ScaledGradient,
-    /// `fma(f(-lr), g / sd, p)`.
+    /// Computed as `fma(f(-lr), g / sd, p)`.
     Quotient,
-    /// `f(p - (lr * g) / sd)` in `f64`, with a root of `f32`; decay in `f64` as well, rounded to `f32` behind its sum.
+    /// Computed as `f(p - (lr * g) / sd)` in `f64`, with a root of `f32`; decay in `f64` as well, its sum rounded to
+    /// `f32`.
     Double,
 }
 
-/// Lion. The parameter is `p * f(1 - lr * wd)`, then `p + f(-lr) * sign(u)`, which is exact up to the sum.
+/// Choices of Lion. The parameter is `p * f(1 - lr * wd)`, then `p + f(-lr) * sign(u)`, which is exact up to the sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LionSequence {
-    /// The update `u`, `m * b1 + f(1 - beta1) * g`.
+    /// Rounding of the update `u`, `m * b1 + f(1 - beta1) * g`.
     pub update: TwoProducts,
-    /// The moment, `m * b2 + f(1 - beta2) * g`.
+    /// Rounding of the moment, `m * b2 + f(1 - beta2) * g`.
     pub moment: TwoProducts,
-    /// When results are narrowed.
+    /// Time at which results are narrowed.
     pub narrowing: Narrowing,
 }

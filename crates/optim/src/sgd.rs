@@ -1,4 +1,4 @@
-//! Stochastic gradient descent, one step of a piece.
+//! Steps a piece by stochastic gradient descent.
 
 use crate::dtype::Dtype;
 use crate::optimizer::{Moments, Optimizer};
@@ -6,21 +6,21 @@ use crate::piece::{Fma, Piece, add_scaled, each, narrowed, weighted};
 use crate::scalars::{Scalars, SgdScalars};
 use crate::sequence::{Complement, SgdSequence};
 
-/// The scalars of one step as the sequence uses them.
+/// Scalars of one step, as the sequence uses them.
 pub(crate) struct Coefficients {
-    /// Whether the result of every operation is narrowed.
+    /// `true` if the result of every operation is narrowed.
     narrows: bool,
-    /// What of the parameter is added to the gradient; `None` without decay.
+    /// Share of the parameter that is added to the gradient; `None` without decay.
     decay: Option<f32>,
     negated: bool,
-    /// What stays of the buffer; `None` without a buffer.
+    /// Factor of the buffer; `None` without a buffer.
     momentum: Option<f32>,
-    /// Whether the buffer is made of this gradient.
+    /// `true` if this step makes the buffer from the gradient.
     first: bool,
-    /// What of the gradient goes into the buffer.
+    /// Factor of the gradient that is added to the buffer.
     weight: f32,
     nesterov: bool,
-    /// What of the gradient goes into the parameter.
+    /// Factor of the gradient that is added to the parameter.
     step: f32,
 }
 

@@ -1,4 +1,4 @@
-//! The work on a block: each piece is loaded once, stepped by every gradient that waits, and stored once.
+//! Steps a block: loads each piece once, applies all waiting gradients, and stores it once.
 
 use crate::block::{Block, Gradient};
 use crate::dtype::{Dtype, Dtypes};
@@ -13,22 +13,22 @@ pub(crate) struct Taken<'a, C> {
     pub(crate) tail: C,
 }
 
-/// Work whose parts fit together.
+/// Checked work on one block.
 pub(crate) struct Task<'t, 'a, O: Optimizer> {
     pub(crate) parts: &'t Parts<O>,
     pub(crate) block: &'t mut Block<'a>,
-    /// Elements before the tail.
+    /// Number of elements before the tail.
     pub(crate) split: usize,
     pub(crate) elements: usize,
     pub(crate) taken: &'t [Taken<'t, O::Coefficients>],
 }
 
 impl<O: Optimizer> Task<'_, '_, O> {
-    /// Does the work; compiled once for each set of instructions.
+    /// Steps the block; compiled once for each set of instructions.
     #[inline(always)]
     pub(crate) fn run<F: Fma>(self) {
         let Dtypes { parameter, moments } = self.block.dtypes;
-        // Behind the last element of a block they keep what was there: nothing reads it.
+        // The rest of an incomplete piece keeps its old values, which nothing reads.
         let (mut p, mut state, mut g) = ([0.0; PIECE], [[0.0; PIECE]; 3], [0.0; PIECE]);
         for is_tail in [false, true] {
             let (start, end) = if is_tail { (self.split, self.elements) } else { (0, self.split) };

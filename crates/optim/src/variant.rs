@@ -1,4 +1,4 @@
-//! The implementations that can be repeated bit for bit, as data.
+//! Lists the implementations that can be repeated bit for bit, as data.
 //!
 //! Sources: PyTorch 2.15, `aten/src/ATen/native/cpu/Fused{Adam,SGD,Adagrad}Kernel.cpp`,
 //! `aten/src/ATen/native/cuda/{fused_adam_utils,fused_adagrad_utils,DeviceAddCmulCdiv,ForeachFunctors}.cuh`,
@@ -12,46 +12,46 @@ use crate::sequence::{
     MulAdd, Narrowing, SecondMoment, SgdSequence, TwoProducts,
 };
 
-/// How one implementation of an optimizer rounds.
+/// Rounding of one implementation of an optimizer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Variant {
     pub(crate) name: &'static str,
     pub(crate) device: Device,
     pub(crate) dtypes: Dtypes,
-    /// Elements of the implementation's vectors: the last `numel % lanes` elements of a tensor are its tail.
+    /// Number of elements of the implementation's vectors: the last `numel % lanes` elements of a tensor are its tail.
     pub(crate) lanes: u64,
     pub(crate) sequences: Sequences,
 }
 
-/// What is done to whole vectors and to the tail.
+/// Sequences for whole vectors and for the tail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parts<S> {
-    /// To whole vectors.
+    /// Sequence for whole vectors.
     pub body: S,
-    /// To the tail.
+    /// Sequence for the tail.
     pub tail: S,
 }
 
-/// The sequences of one optimizer.
+/// Sequences of one optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sequences {
-    /// Adam and AdamW.
+    /// Sequences of Adam and AdamW.
     Adam(Parts<AdamSequence>),
-    /// Stochastic gradient descent.
+    /// Sequences of stochastic gradient descent.
     Sgd(Parts<SgdSequence>),
-    /// Adagrad.
+    /// Sequences of Adagrad.
     Adagrad(Parts<AdagradSequence>),
-    /// Lion.
+    /// Sequences of Lion.
     Lion(Parts<LionSequence>),
 }
 
 impl Variant {
-    /// What a manifest and an error call it.
+    /// Returns the name in manifests and errors.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// The optimizer.
+    /// Returns the optimizer.
     pub fn kind(&self) -> Kind {
         match self.sequences {
             Sequences::Adam(_) => Kind::Adam,
@@ -61,43 +61,43 @@ impl Variant {
         }
     }
 
-    /// Whether Adam's bias corrections must come from the device.
+    /// Returns whether Adam's bias corrections must come from the device.
     pub fn takes_bias_of_device(&self) -> bool {
         matches!(&self.sequences, Sequences::Adam(parts) if parts.body.update.is_of_device())
     }
 
-    /// Whether one kernel makes the whole step.
+    /// Returns whether one kernel makes the whole step.
     pub fn is_fused(&self) -> bool {
         self.name.split('.').nth(1).is_some_and(|implementation| implementation.starts_with("fused"))
     }
 
-    /// Where the implementation runs.
+    /// Returns the device on which the implementation runs.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// The arrays that it steps.
+    /// Returns the dtypes of the arrays that it steps.
     pub fn dtypes(&self) -> Dtypes {
         self.dtypes
     }
 
-    /// How it rounds.
+    /// Returns the rounding.
     pub fn sequences(&self) -> &Sequences {
         &self.sequences
     }
 
-    /// Every variant.
+    /// Returns every variant.
     pub fn all() -> &'static [Variant] {
         &VARIANTS
     }
 
-    /// The variant of that name.
+    /// Returns the variant called `name`.
     pub fn named(name: &str) -> Option<&'static Variant> {
         VARIANTS.iter().find(|variant| variant.name == name)
     }
 
-    /// The variants that a rehearsal tries for an optimizer, likely ones first: one that agrees with the training's own
-    /// steps in every bit is taken; if none does, this optimizer cannot be replayed.
+    /// Returns the variants that a rehearsal tries for an optimizer, likely ones first. The one that agrees with the
+    /// training's own steps in every bit is taken; if none does, this optimizer cannot be replayed.
     pub fn candidates(kind: Kind, dtypes: Dtypes, device: Device) -> impl Iterator<Item = &'static Variant> {
         let fits = move |variant: &&Variant| (variant.kind(), variant.dtypes, variant.device) == (kind, dtypes, device);
         VARIANTS.iter().filter(fits)
@@ -215,14 +215,14 @@ const ADAGRAD_FUSED_CUDA: AdagradSequence = AdagradSequence { update: AdagradUpd
 const ADAGRAD_FUSED_CUDA_SEPARATE: AdagradSequence =
     AdagradSequence { decay: MulAdd::Twice, square: MulAdd::Twice, ..ADAGRAD_FUSED_CUDA };
 
-/// `m.mul(b1).add(g, alpha=1 - b1)`.
+/// Computed as `m.mul(b1).add(g, alpha=1 - b1)`.
 const LION_ADDED: LionSequence = LionSequence {
     update: TwoProducts::SecondInSum,
     moment: TwoProducts::SecondInSum,
     narrowing: Narrowing::EveryOperation,
 };
 
-/// `m * b1 + g * (1 - b1)`.
+/// Computed as `m * b1 + g * (1 - b1)`.
 const LION_MULTIPLIED: LionSequence = LionSequence { update: TwoProducts::Separate, ..LION_ADDED };
 
 const LION_DEFAULT: LionSequence = LionSequence { moment: TwoProducts::Separate, ..LION_MULTIPLIED };
@@ -243,13 +243,13 @@ const fn lion(sequence: LionSequence) -> Sequences {
     Sequences::Lion(Parts { body: sequence, tail: sequence })
 }
 
-/// An implementation for processors, whose vectors have 32 bytes.
+/// Makes an implementation for processors, whose vectors have 32 bytes.
 const fn cpu(name: &'static str, dtypes: Dtypes, sequences: Sequences) -> Variant {
     let lanes = 32 / dtypes.parameter.bytes() as u64;
     Variant { name, device: Device::Cpu, dtypes, lanes, sequences }
 }
 
-/// An implementation for CUDA devices, which do the same to every element.
+/// Makes an implementation for CUDA devices, which treat all elements alike.
 const fn cuda(name: &'static str, dtypes: Dtypes, sequences: Sequences) -> Variant {
     Variant { name, device: Device::Cuda, dtypes, lanes: 1, sequences }
 }

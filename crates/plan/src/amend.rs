@@ -1,4 +1,4 @@
-//! A plan around writes that have begun.
+//! Plans a save around writes that have begun.
 
 use std::collections::BTreeMap;
 
@@ -9,19 +9,19 @@ use crate::ranks::RankSet;
 use crate::save::{is_unshared, save_unshared};
 use crate::write::{Rows, Write, row_dim};
 
-/// Plans a save of the catalogs of all ranks around writes that some of them have begun: `drafted` has, per rank, its
-/// fixed writes, or `None` for a rank that writes nothing yet and takes what is left. The same catalogs and drafts give
-/// the same plan everywhere.
+/// Plans a save of the catalogs of all ranks around writes that some of them have begun. `drafted` has, per rank, its
+/// fixed writes, or `None` for a rank that writes nothing yet and takes the rest. Equal catalogs and drafts give equal
+/// plans on every rank.
 ///
 /// # Errors
 /// As [`save`](crate::save()); and [`Error::Invalid`] naming every region that two ranks have begun, and every region
-/// that no rank has begun and none is free to write.
+/// that no rank has begun and no rank is free to write.
 pub fn amend(catalogs: &[Catalog], drafted: &[Option<Vec<Write>>]) -> Result<Vec<Vec<Write>>, Error> {
     amend_unshared(catalogs, &[], drafted)
 }
 
-/// [`amend`] in which some leaves are [not shared](save_unshared): what no rank has begun of them goes to the lowest
-/// rank that is free to write it.
+/// Plans like [`amend`], with some leaves [not shared](save_unshared): the rest of such a leaf goes to the lowest rank
+/// that is free to write it.
 ///
 /// # Errors
 /// As [`amend`].
@@ -88,7 +88,7 @@ pub fn amend_unshared(
     Ok(writes)
 }
 
-/// The holders of a region.
+/// Holders of one region.
 #[derive(Default)]
 struct Holders {
     bytes: u64,
@@ -98,12 +98,13 @@ struct Holders {
 }
 
 impl Holders {
-    /// The sort key of a writer: the smallest load first, of equals the lowest rank.
+    /// Returns the sort key of a writer: smallest load first, among equals the lowest rank.
     fn preference(&self, load: u64) -> u64 {
         if self.is_unshared { 0 } else { load }
     }
 
-    /// The rows that no rank has begun, `None` for all of the region; or two ranks that have begun the same.
+    /// Returns the rows that no rank has begun, `None` for the whole region; or two ranks that have begun the same
+    /// rows.
     fn gaps(&mut self, region: &Region) -> Result<Vec<Option<Rows>>, (usize, usize)> {
         if self.begun.is_empty() {
             return Ok(vec![None]);

@@ -1,4 +1,4 @@
-//! From what each rank wrote to what a checkpoint holds.
+//! Assembles the tensors of a checkpoint from the writes of each rank.
 
 use std::collections::HashMap;
 
@@ -8,8 +8,8 @@ use crate::coverage::{Flaw, tile};
 use crate::error::{Error, Problems};
 use crate::ranks::RankSet;
 
-/// Collects what ranks wrote of their tensors, rank by rank, and proves that it is each tensor exactly once. Time and
-/// memory are linear in the number of regions; names stay where they are.
+/// Collects each rank's writes, and proves that together they hold each tensor exactly once. Time and memory are linear
+/// in the number of regions; names are borrowed.
 #[derive(Debug, Default)]
 pub struct Assembly<'a> {
     places: HashMap<&'a LeafName, usize>,
@@ -24,14 +24,14 @@ struct Tensor<'a> {
     shape: &'a [u64],
     layout: &'a str,
     regions: Vec<(Region, Extent)>,
-    /// Each rank that reported it, and the number of its regions.
+    /// Ranks that reported the tensor, with the number of regions of each.
     ranks: Vec<(u32, usize)>,
 }
 
 impl<'a> Assembly<'a> {
-    /// Adds what `rank` wrote of the tensor `name`: each region with the index of its file in the manifest and its
-    /// offset there. A rank that wrote nothing of it adds no region, so that a missing region is found. `layout` is
-    /// used if no rank before has reported the tensor.
+    /// Adds the regions of the tensor `name` that `rank` wrote, each with the index of its file in the manifest and its
+    /// offset there. A rank that wrote none adds none, so that a missing region is found. `layout` is used if no
+    /// earlier rank has reported the tensor.
     pub fn tensor(
         &mut self,
         rank: u32,
@@ -63,11 +63,11 @@ impl<'a> Assembly<'a> {
         tensor.ranks.push((rank, tensor.regions.len() - before));
     }
 
-    /// Puts every tensor into the manifest.
+    /// Adds every tensor to the manifest.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming every tensor on whose dtype or shape ranks disagree, of which something was not
-    /// written or written twice, with the ranks.
+    /// [`Error::Invalid`] naming every tensor on whose dtype or shape ranks disagree, and every one with missing or
+    /// doubly written elements, with the ranks.
     pub fn finish(self, manifest: &mut ManifestBuilder) -> Result<(), Error> {
         let mut problems = self.problems;
         let mut tensors = self.tensors;
@@ -100,7 +100,7 @@ impl Tensor<'_> {
         }
     }
 
-    /// The ranks that wrote exactly this region.
+    /// Returns the ranks that wrote exactly this region.
     fn writers(&self, wanted: &Region) -> RankSet {
         let mut regions = self.regions.iter();
         let mut wrote = |count: usize| regions.by_ref().take(count).filter(|(region, _)| region == wanted).count() > 0;

@@ -1,8 +1,7 @@
 //! Shares the writing of replicas among their holders, and cuts parts that are too large to be shared whole.
 //!
-//! 1. **Worst-Fit decreasing**: each part, from the largest on, goes to the least loaded of its holders, on top of what
-//!    ranks must write anyway. Where that is within the tolerance of the best that any sharing could do, it is the
-//!    answer, and nothing is cut.
+//! 1. **Worst-Fit decreasing**: each part, from the largest on, goes to its least loaded holder, on top of what ranks
+//!    must write anyway. If the result is within the tolerance of the best possible sharing, nothing is cut.
 //! 2. Else [`crate::levels`] says how much of each class (the parts of one set of holders) each holder would write if
 //!    parts were arbitrarily divisible. These are quotas: parts are assigned whole while they fit under the tolerance,
 //!    from the largest on, to the rank with most of its quota left, and one that fits nowhere is cut there. A cut fills
@@ -23,27 +22,27 @@ use shardfast_format::{BLOCK_BYTES, DType, Leaf, LeafBody, Region};
 use crate::levels::{Levels, levels};
 use crate::write::{Rows, row_dim};
 
-/// One part of this of the load is not worth a cut (2 %), nor is a block.
+/// Tolerance: 1/50 of the load (2 %). Neither that nor a block is worth a cut.
 const TOLERANCE: u64 = 50;
 
-/// Bytes up to which loads can be compared, and are worth it.
+/// Limit of the total bytes that are balanced; beyond it loads could overflow.
 const TOTAL_MAX: u128 = 1 << 62;
 
-/// A part that several ranks hold and one must write, or several together.
+/// A part that one of several holders must write, or several together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Item {
-    /// What the writing costs.
+    /// Cost of writing it, in bytes.
     pub(crate) bytes: u64,
-    /// Rows of equal size into which it can be cut.
+    /// Number of equal rows into which it can be cut.
     pub(crate) rows: u64,
-    /// Its priority against cuts: 0 for none, else that of its key in [`Spared`].
+    /// Priority against cuts: 0 for none, else that of its key in [`Spared`].
     pub(crate) spared: u32,
     /// Index of the class of its holders.
     pub(crate) class: usize,
 }
 
 impl Item {
-    /// The part `region` of a tensor of `dtype`.
+    /// Makes an item of the part `region` of a tensor of `dtype`.
     pub(crate) fn new(region: &Region, dtype: DType, spared: u32, class: usize) -> Item {
         // Callers refuse tensors beyond 2^64 bytes, or know of none.
         let bytes = region.checked_numel().and_then(|numel| numel.checked_mul(dtype.size_bytes())).unwrap_or(u64::MAX);
@@ -52,11 +51,11 @@ impl Item {
     }
 }
 
-/// Keys are distinguished by size up to this many; all smaller ones have the same highest priority.
+/// Number of priorities: keys are distinguished by size up to this many, and all smaller ones have the highest.
 const SPARED_MAX: u32 = 3;
 
-/// The keys that consist of whole tensors (and values) only, in the order in which their parts may be cut: from 1, the
-/// largest first.
+/// Keys that consist of whole tensors (and values) only, with the order in which their parts may be cut: from 1, the
+/// largest key first.
 pub(crate) struct Spared<'a>(HashMap<&'a str, u32>);
 
 impl<'a> Spared<'a> {
@@ -77,25 +76,25 @@ impl<'a> Spared<'a> {
         Spared(whole.into_iter().zip(order).map(|((key, _), place)| (key, place)).collect())
     }
 
-    /// For parts under `key`.
+    /// Returns the priority of parts under `key`.
     pub(crate) fn of(&self, key: &str) -> u32 {
         self.0.get(key).copied().unwrap_or(0)
     }
 }
 
-/// What one rank writes of one item.
+/// Part of one item that one rank writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Share {
     /// Index of the item.
     pub(crate) item: usize,
-    /// The rank that writes.
+    /// Rank that writes.
     pub(crate) rank: u32,
-    /// `None` for all of the item.
+    /// Rows to write; `None` for the whole item.
     pub(crate) rows: Option<Rows>,
 }
 
 /// Shares each item among the members of its class so that ranks' loads are even. `classes` are sets of ranks below
-/// `world`, ascending, none empty, each once. Equal input gives equal output everywhere: ties go to the earlier item
+/// `world`, ascending, none empty, each once. Equal input gives equal output on every rank: ties go to the earlier item
 /// and the lower rank.
 pub(crate) fn divide(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<Share> {
     let whole = worst_fit(world, classes, items);
@@ -123,24 +122,24 @@ pub(crate) fn divide(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<
     best.1
 }
 
-/// The load up to which nothing is cut, where `least` cannot be beaten.
+/// Returns the load up to which nothing is cut, where `least` cannot be improved.
 fn tolerated(least: u64) -> u64 {
     least.saturating_add((least / TOLERANCE).max(BLOCK_BYTES))
 }
 
-/// The load up to which these items are shared evenly.
+/// Returns the load up to which these items count as shared evenly.
 pub(crate) fn tolerated_load(world: usize, classes: &[Vec<u32>], items: &[Item]) -> u64 {
     tolerated(levels(world, classes, &amounts(classes, items)).least)
 }
 
-/// Bytes by class.
+/// Returns the bytes of each class.
 fn amounts(classes: &[Vec<u32>], items: &[Item]) -> Vec<u64> {
     let mut amounts = vec![0u64; classes.len()];
     items.iter().for_each(|item| amounts[item.class] = amounts[item.class].saturating_add(item.bytes));
     amounts
 }
 
-/// The load of the rank that writes most.
+/// Returns the load of the rank that writes most.
 pub(crate) fn heaviest(world: usize, items: &[Item], shares: &[Share]) -> u64 {
     let mut loads = vec![0u64; world];
     for share in shares {
@@ -151,7 +150,7 @@ pub(crate) fn heaviest(world: usize, items: &[Item], shares: &[Share]) -> u64 {
     loads.into_iter().max().unwrap_or(0)
 }
 
-/// A rank writes what it alone holds; then each item from the largest on goes to the least loaded of its holders.
+/// Gives each rank what it alone holds; then each item, from the largest on, to its least loaded holder.
 fn worst_fit(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<Share> {
     let mut loads = vec![0u64; world];
     let mut shares = Vec::with_capacity(items.len());
@@ -192,12 +191,12 @@ fn worst_fit(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<Share> {
     shares
 }
 
-/// The order in which [`Cutting`] assigns items.
+/// Order in which [`Cutting`] assigns items.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Order {
     /// Class by class, from the largest item on.
     BySize,
-    /// The items without rows to cut of all classes, from the largest on, and then the others by size.
+    /// First the items of all classes without rows to cut, from the largest on, then the others by size.
     UncuttableFirst,
 }
 
@@ -205,14 +204,14 @@ enum Order {
 struct Cutting<'a> {
     classes: &'a [Vec<u32>],
     levels: &'a Levels,
-    /// No rank should have more than this.
+    /// Load that no rank should exceed.
     limit: u64,
-    /// Per rank, its load when all quotas that are still open are filled.
+    /// Load of each rank once all open quotas are filled.
     expected: Vec<u64>,
     shares: Vec<Share>,
 }
 
-/// What is left of an item: its bytes, the item, its first row that is left.
+/// Rest of an item: its bytes, the item, its first row that is not assigned.
 type Rest = (u64, Reverse<usize>, u64);
 
 impl<'a> Cutting<'a> {
@@ -252,8 +251,8 @@ impl<'a> Cutting<'a> {
         self.shares
     }
 
-    /// Assigns an item whole to the holder that then has the lowest load. `rooms` are what is left of its class's
-    /// quotas.
+    /// Assigns an item whole to the holder whose load is lowest afterwards. `rooms` is the rest of each quota of its
+    /// class.
     fn place(&mut self, items: &[Item], i: usize, rooms: &mut [i64]) {
         let Item { bytes, class, .. } = items[i];
         let members = self.classes[class].iter().zip(rooms).map(|(&rank, room)| {
@@ -267,7 +266,7 @@ impl<'a> Cutting<'a> {
         }
     }
 
-    /// Assigns what is left, from the largest on, where there is most room.
+    /// Assigns the rest, from the largest on, to the holder with the most room.
     fn lay(
         &mut self,
         items: &[Item],
@@ -315,7 +314,7 @@ mod tests {
         vec![(0..world).collect()]
     }
 
-    /// The rank of each item, none of which is cut.
+    /// Returns the rank of each item; none may be cut.
     fn ranks(world: usize, classes: &[Vec<u32>], items: &[Item]) -> Vec<u32> {
         let shares = divide(world, classes, items);
         assert!(shares.iter().map(|share| (share.item, share.rows)).eq((0..items.len()).map(|i| (i, None))));
@@ -341,7 +340,7 @@ mod tests {
         assert_eq!(ranks(1, &all(1), &[item(u64::MAX, 0), item(9, 0)]), [0, 0]);
     }
 
-    /// Per share: item, rank, first row, number of rows.
+    /// Returns for each share: item, rank, first row, number of rows.
     fn pieces(shares: &[Share]) -> Vec<(usize, u32, u64, u64)> {
         let piece = |share: &Share| share.rows.map(|rows| (share.item, share.rank, rows.first, rows.count));
         shares.iter().filter_map(piece).collect()

@@ -1,4 +1,4 @@
-//! Whether regions cover a tensor once and only once: exact, and linear in their number.
+//! Decides whether regions cover a tensor exactly once, in time linear in their number.
 //!
 //! Take the corners of a box, each with the sign of ∏_d (δ(start_d) − δ(end_d)). Summing the signs of all corners at or
 //! before a point, in every dimension, gives how many boxes hold that point. So boxes tile the tensor exactly when all
@@ -6,8 +6,8 @@
 //! of equal size. Corners at the end of the tensor count no point inside and are left out, and so are dimensions that
 //! no box cuts.
 //!
-//! Where a corner is left over, the first in row-major order is itself the first point of a flaw: every other corner at
-//! or before it would come earlier in that order, so the count there is its own.
+//! If a corner is left over, the first one in row-major order is the first point of a flaw: every other corner at or
+//! before it would come earlier in that order, so the count there is its own.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -16,27 +16,27 @@ use std::fmt;
 use shardfast_format::{Dims, Region};
 use smallvec::SmallVec;
 
-/// Corners that any tensor may have. Beyond it, regions may have [`CORNERS_PER_REGION`] each.
+/// Number of corners that any tensor may have. Beyond it, the limit is [`CORNERS_PER_REGION`] each.
 const CORNERS_FREE: u64 = 1 << 22;
 
-/// Corners per region, on the average, that time and memory linear in the regions allow for. Sharding cuts two or three
-/// dimensions (4 to 8 corners), a flat run of a six-dimensional tensor has fewer than 32.
+/// Mean number of corners per region that keeps time and memory linear in the regions. Sharding cuts two or three
+/// dimensions (4 to 8 corners); a flat run of a six-dimensional tensor has fewer than 32.
 const CORNERS_PER_REGION: u64 = 64;
 
-/// How regions fail to tile a tensor.
+/// Reason why regions do not tile a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Flaw {
-    /// This region does not lie inside the shape.
+    /// A region that does not lie inside the shape.
     Outside(Region),
-    /// These two regions share elements. They may be equal.
+    /// Two regions that share elements. They may be equal.
     Overlap(Region, Region),
-    /// No region holds any element of this one.
+    /// A region of which no given region holds any element.
     Missing(Region),
-    /// The regions cut so many dimensions that they cannot be checked in bounded memory.
+    /// Regions that cut so many dimensions that they cannot be checked in bounded memory.
     Intricate {
-        /// Corners that the regions have inside the tensor.
+        /// Number of corners of the regions inside the tensor.
         corners: u64,
-        /// Corners up to which as many regions are checked.
+        /// Number of corners up to which this many regions are checked.
         corners_max: u64,
     },
 }
@@ -57,16 +57,16 @@ impl fmt::Display for Flaw {
     }
 }
 
-/// Whether `regions` hold each element of a tensor of `shape` exactly once. Regions without elements are ignored, so a
-/// zero-size tensor needs none.
+/// Checks that `regions` hold each element of a tensor of `shape` exactly once. Regions without elements are ignored,
+/// so a zero-size tensor needs none.
 ///
 /// # Errors
-/// One [`Flaw`]; which one depends on the set of regions alone, but for the order in which an overlap names its two.
+/// One [`Flaw`], which depends only on the set of regions, except for the order of the two regions of an overlap.
 pub fn tiles(shape: &[u64], regions: &[Region]) -> Result<(), Box<Flaw>> {
     tile(shape, regions.iter())
 }
 
-/// [`tiles`], for regions that lie anywhere.
+/// Checks like [`tiles`], for regions in any collection.
 pub(crate) fn tile<'a>(
     shape: &[u64],
     mut regions: impl ExactSizeIterator<Item = &'a Region> + Clone,
@@ -131,12 +131,12 @@ pub(crate) fn tile<'a>(
     }
 }
 
-/// The dimensions of `cut`, as places in it, in which the region ends inside the tensor.
+/// Returns the dimensions of `cut`, as indices into it, in which the region ends inside the tensor.
 fn inner_ends(shape: &[u64], cut: &[usize], region: &Region) -> impl Iterator<Item = usize> {
     (0..cut.len()).filter(|&i| region.offsets[cut[i]] + region.lengths[cut[i]] < shape[cut[i]])
 }
 
-/// Corners that the regions have inside the tensor: what [`tile`] goes through.
+/// Returns the number of corners of the regions inside the tensor, over which [`tile`] iterates.
 fn corners<'a>(shape: &[u64], cut: &[usize], solid: impl Iterator<Item = &'a Region>) -> u64 {
     solid.fold(0u64, |sum, region| {
         let corners = 1u64.checked_shl(inner_ends(shape, cut, region).count() as u32);
@@ -144,7 +144,7 @@ fn corners<'a>(shape: &[u64], cut: &[usize], solid: impl Iterator<Item = &'a Reg
     })
 }
 
-/// The one-element box `hole`, which no region holds, grown towards the end of the tensor until it meets a region.
+/// Extends the one-element box `hole`, which no region holds, towards the end of the tensor until it meets a region.
 fn grown<'a>(shape: &[u64], solid: impl Iterator<Item = &'a Region> + Clone, mut hole: Region) -> Region {
     for d in (0..shape.len()).rev() {
         let first = hole.offsets[d];
@@ -228,7 +228,7 @@ mod tests {
         assert!(matches!(flaw(&[2; 64], &[deeper]), Some(Flaw::Intricate { .. })));
     }
 
-    /// A sweep along one dimension compares every pair of shards of another one.
+    /// Tests a sweep along one dimension, which would compare every pair of shards of another one.
     #[test]
     fn shards_of_any_dimension_are_checked_in_linear_steps() {
         for (along, each) in [
@@ -259,7 +259,7 @@ mod tests {
         }
     }
 
-    /// 22,500 regions: a pairwise check would make 250 million comparisons.
+    /// Tests 22,500 regions: a pairwise check would make 250 million comparisons.
     #[test]
     fn a_large_grid_is_checked_in_linear_time() {
         let n = 150;

@@ -1,20 +1,20 @@
-//! Why there is no plan.
+//! Defines the errors of planning.
 
 use std::fmt;
 
-/// Why there is no plan: every offender, not only the first.
+/// A reason why there is no plan. Names every offender, not only the first.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// What the ranks hold, say or want does not fit together: the call must change.
+    /// The ranks' holdings, claims or wants contradict each other: correct the call.
     #[error("{0}")]
     Invalid(Problems),
-    /// The manifest does not describe whole tensors: take another checkpoint.
+    /// The manifest does not describe whole tensors: use another checkpoint.
     #[error("{0}")]
     Corrupt(Problems),
 }
 
 impl Error {
-    /// Every problem, each naming its leaf, what was expected and what was found.
+    /// Returns every problem, each naming its leaf, what was expected and what was found.
     pub fn problems(&self) -> &[String] {
         match self {
             Error::Invalid(Problems(problems)) | Error::Corrupt(Problems(problems)) => problems,
@@ -22,7 +22,7 @@ impl Error {
     }
 }
 
-/// At least one problem, each a sentence of its own. Writes one as it is, several as a list, one a line.
+/// At least one problem, each a sentence of its own. Formats a single one as it is, several as a list, one a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problems(pub Vec<String>);
 

@@ -1,32 +1,32 @@
-//! Finds the regions of a tensor that a box meets, without looking at all of them.
+//! Finds the regions of a tensor that meet a box, without looking at all of them.
 
 use shardfast_format::Region;
 
-/// Regions in a node that is not divided further.
+/// Number of regions in a node that is not divided further.
 const LEAF_MAX: usize = 8;
 
 /// A bounding-volume tree over disjoint regions: each node halves its regions along the dimension that cuts them most.
-/// For shards of one dimension this is a binary search, for a mesh of them one in every sharded dimension, and it holds
-/// for uneven shards and decomposed flat runs alike.
+/// For shards of one dimension this is a binary search, for a mesh one in every sharded dimension. The same holds for
+/// uneven shards and decomposed flat runs.
 pub(crate) struct Index<'a> {
     regions: &'a [Region],
     /// Indices of `regions`, in the order of the tree's leaves.
     order: Vec<usize>,
-    /// In pre-order.
+    /// Nodes in pre-order.
     nodes: Vec<Node>,
 }
 
 struct Node {
     bounds: Region,
-    /// The node after this one's subtree.
+    /// Index of the node after this one's subtree.
     next: usize,
-    /// What lies in this node itself, in `order`; nothing for an inner node.
+    /// First index in `order` of the node's own regions; an inner node has a `count` of 0.
     first: usize,
     count: usize,
 }
 
 impl<'a> Index<'a> {
-    /// Indexes regions that lie inside one shape. Those without elements are left out.
+    /// Indexes regions that lie inside one shape, except those without elements.
     pub(crate) fn new(regions: &'a [Region]) -> Index<'a> {
         let order: Vec<usize> = (0..regions.len()).filter(|&i| !regions[i].is_empty()).collect();
         let mut index = Index { regions, nodes: Vec::new(), order };
@@ -42,7 +42,7 @@ impl<'a> Index<'a> {
             self.nodes.push(Node { bounds, next: node + 1, first, count });
             return;
         }
-        // How many times longer than its regions the node is: the number of cuts.
+        // Number of cuts: how many times longer than its regions the node is.
         let cuts =
             |d: usize| bounds.lengths[d] as f64 / order.iter().map(|&i| regions[i].lengths[d] as f64).sum::<f64>();
         let most = (0..bounds.ndim()).max_by(|&a, &b| cuts(a).total_cmp(&cuts(b)));
@@ -56,8 +56,8 @@ impl<'a> Index<'a> {
         self.nodes[node].next = self.nodes.len();
     }
 
-    /// Adds to `found` the regions that meet `wanted`, in a fixed but arbitrary order, each with the common part.
-    /// Returns the number of nodes and regions that were looked at.
+    /// Adds to `found` the regions that meet `wanted`, each with the common part, in a fixed but arbitrary order.
+    /// Returns the number of nodes and regions that were visited.
     pub(crate) fn search(&self, wanted: &Region, found: &mut Vec<(usize, Region)>) -> usize {
         let mut looked = 0;
         let mut at = 0;
@@ -76,7 +76,7 @@ impl<'a> Index<'a> {
     }
 }
 
-/// The smallest box around regions; `None` of none.
+/// Returns the smallest box around regions; `None` if there are none.
 fn bounds<'a>(mut regions: impl Iterator<Item = &'a Region>) -> Option<Region> {
     let mut bounds = regions.next()?.clone();
     for region in regions {
@@ -93,8 +93,8 @@ fn bounds<'a>(mut regions: impl Iterator<Item = &'a Region>) -> Option<Region> {
 mod tests {
     use super::*;
 
-    /// Searches for every wanted region, compares with what lies in it by the definition, and returns the mean number
-    /// of nodes and regions looked at.
+    /// Searches for every wanted region, compares with the regions that meet it by definition, and returns the mean
+    /// number of nodes and regions visited.
     fn mean_looked(saved: &[Region], wanted: &[Region], expected: impl Fn(&Region) -> usize) -> usize {
         let index = Index::new(saved);
         let mut looked = 0;

@@ -1,30 +1,31 @@
-//! The most even loads if the shared bytes were arbitrarily divisible.
+//! Computes the most even loads if the shared bytes were arbitrarily divisible.
 
-/// The sharing of classes of bytes among their holders with the lowest highest load, nearly.
+/// A sharing of classes of bytes among their holders, whose highest load is nearly the lowest possible.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Levels {
-    /// Per class, how much of it each of its members has.
+    /// Quota of each member, per class, in bytes.
     pub(crate) quotas: Vec<Vec<u64>>,
-    /// Per rank, all its quotas.
+    /// Sum of all quotas, per rank, in bytes.
     pub(crate) loads: Vec<u64>,
-    /// No sharing has a highest load below this.
+    /// Lower bound of the highest load of any sharing.
     pub(crate) least: u64,
 }
 
-/// The most sweeps over all classes.
+/// Maximum number of sweeps over all classes.
 const SWEEPS_MAX: usize = 200;
 
-/// The most work, in members of classes.
+/// Maximum work, in members of classes.
 const STEPS_MAX: usize = 1 << 25;
 
-/// The relative gap to the lower bound that ends the search: one part of this.
+/// Gap to the lower bound that ends the search: 1/400 of it.
 const GAP: u64 = 400;
 
-/// Levels of classes of `amounts` bytes, each of which all of its members hold. All together are at most 2^62.
+/// Computes the levels of classes of `amounts` bytes, each of which all of its members hold. The sum may be at most
+/// 2^62.
 ///
 /// Each class in turn is divided among its members to one level, on top of their loads of other classes, until the
 /// loads converge. The smallest sets come first: if sets of holders are nested or disjoint, as those of a mesh mostly
-/// are, one sweep is enough. In general the sweeps are a coordinate descent of the sum of squared loads, whose minimum
+/// are, one sweep is enough. In general the sweeps are a coordinate descent on the sum of squared loads, whose minimum
 /// also has the lowest highest load.
 pub(crate) fn levels(world: usize, classes: &[Vec<u32>], amounts: &[u64]) -> Levels {
     let mut levels = Levels {
@@ -56,8 +57,7 @@ fn pour(loads: &mut [u64], quotas: &mut [u64], members: &[u32], amount: u64) {
     }
     let mut order: Vec<(u64, usize)> = members.iter().map(|&rank| loads[rank as usize]).zip(0..).collect();
     order.sort_unstable();
-    // The lowest `wet` members get something: the amount more than raises them to the next one's load, or there is
-    // none.
+    // The lowest `wet` members get a share: those whose load is below the level that the amount raises them to.
     let (mut wet, mut below) = (0, 0u128);
     while let Some(&(load, _)) = order.get(wet)
         && u128::from(load) * (wet as u128) < below + u128::from(amount)
@@ -76,8 +76,9 @@ fn pour(loads: &mut [u64], quotas: &mut [u64], members: &[u32], amount: u64) {
     }
 }
 
-/// A lower bound of the highest load: ranks of high loads together have at least what only they hold. The loads show
-/// which ranks to take together: at the best levels, no rank below holds what makes the highest loads.
+/// Returns a lower bound of the highest load: the ranks with high loads together have at least the bytes that only they
+/// hold. The loads show which ranks to take together: at the best levels, no rank below holds the bytes that make the
+/// highest loads.
 fn provable(loads: &[u64], classes: &[Vec<u32>], amounts: &[u64]) -> u64 {
     let mut confined: Vec<(u64, u64)> = classes
         .iter()

@@ -1,4 +1,4 @@
-//! Who moves which bytes, given what each rank holds or wants. Pure and deterministic.
+//! Plans which rank moves which bytes, given what each rank holds or wants. Pure and deterministic.
 //!
 //! Every function here is a function of its arguments alone: no files, clocks, threads, devices or storage. Ranks that
 //! call one with equal arguments get equal answers, so a plan needs no message of its own.

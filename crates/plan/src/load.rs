@@ -1,6 +1,6 @@
-//! Which bytes one rank reads, and where they go.
+//! Plans which bytes one rank reads, and their destinations.
 //!
-//! 1. Each wanted region is cut along the saved regions that it meets ([`Index`]); what is common to the two is a box
+//! 1. Each wanted region is cut along the saved regions that it meets ([`Index`]); the common part of the two is a box
 //!    with strides in one file.
 //! 2. Each box is cut into pieces, outermost dimensions first: where the gap to the next element is too large, and
 //!    along the cells of the saved region. Cells are runs of the file no longer than a read, the same for every box of
@@ -9,7 +9,7 @@
 //! 3. The pieces of all boxes are merged in file order into reads, one at a time: a plan takes memory for its boxes,
 //!    not for its pieces, of which a column of a large matrix has one per row.
 //!
-//! A read that takes a piece with gaps has room for all of that piece's cell, and so for whatever else is wanted in the
+//! A read that takes a piece with gaps has room for all of that piece's cell, and so for other wanted bytes in the
 //! gaps: reads for wants that do not overlap never overlap.
 
 use std::cmp::{Ordering, Reverse};
@@ -30,25 +30,25 @@ use crate::index::Index;
 pub struct Want {
     /// Index of a tensor in the manifest.
     pub leaf: usize,
-    /// The region, in the tensor's global shape.
+    /// Region in the tensor's global shape.
     pub region: Region,
 }
 
-/// The store's preferences for reads.
+/// Preferences of the store for reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// The most unwanted bytes in a row that are read rather than begin another read.
+    /// Largest gap of unwanted bytes that is read rather than begin another read.
     pub gap_max_bytes: u64,
-    /// The most bytes in a read; only a single element may have more.
+    /// Largest read, in bytes; only a single element may exceed it.
     pub read_max_bytes: u64,
 }
 
-/// A box of elements in a file that goes to a box of a wanted region.
+/// A box of elements in a file, copied to a box of a wanted region.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Piece {
     /// Index of the want.
     pub want: u32,
-    /// Absolute offset in the file of the first element, in bytes.
+    /// Offset in the file of the first element, in bytes.
     pub src: u64,
     /// Extent per dimension, in elements.
     pub lengths: Dims,
@@ -65,30 +65,31 @@ pub struct Piece {
 pub struct Read {
     /// Index of the file in the manifest.
     pub file: u32,
-    /// Absolute offset in the file.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// Length; each byte lies in a piece or in a gap no longer than [`Limits::gap_max_bytes`].
+    /// Length in bytes; each byte lies in a piece or in a gap no longer than [`Limits::gap_max_bytes`].
     pub bytes: u64,
-    /// What to take from it, by ascending offset in the file.
+    /// Pieces to take from it, by ascending offset in the file.
     pub pieces: Vec<Piece>,
 }
 
-/// The reads of one rank by ascending file and offset. Together their pieces bring each element of each want exactly
-/// once. They are computed as they are taken, in memory for no more than the boxes that wants and saved regions share.
+/// Iterator over the reads of one rank, by ascending file and offset. Together their pieces hold each element of each
+/// want exactly once. Computed lazily: memory only holds the boxes that wants and saved regions share.
 #[derive(Debug, Clone)]
 pub struct Reads {
     limits: Limits,
     boxes: Vec<StridedBox>,
-    /// The next piece of every box that has one: its file, its offset there, and the box.
+    /// Queue of the next piece of every box: its file, its offset there, and the box.
     queue: BinaryHeap<Reverse<(u32, u64, usize)>>,
 }
 
-/// Plans what one rank reads to fill `wants`. Bytes are read twice only if two wants share them and no single read can
-/// hold both; wants without elements need no read.
+/// Plans the reads of one rank that fill `wants`. Bytes are read twice only if two wants share them and no single read
+/// can hold both; wants without elements need no read.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming every want of no tensor or outside its tensor's shape; [`Error::Corrupt`] naming every
-/// wanted tensor whose saved regions do not hold each element exactly once, with a missing or overlapping region.
+/// [`Error::Invalid`] naming every want whose leaf is no tensor or whose region is outside its shape;
+/// [`Error::Corrupt`] naming every wanted tensor whose saved regions do not hold each element exactly once, with a
+/// missing or overlapping region.
 pub fn load(manifest: &Manifest, wants: &[Want], limits: Limits) -> Result<Reads, Error> {
     check(manifest, wants)?;
     let mut by_leaf: Vec<(u32, &Want)> = (0u32..).zip(wants).collect();
@@ -135,47 +136,48 @@ fn check(manifest: &Manifest, wants: &[Want]) -> Result<(), Error> {
         match found.kind {
             LeafKind::Tensor { shape, .. } if region.fits(shape) => {}
             LeafKind::Tensor { shape, .. } => problems
-                .push(format!("{}/{}: {region} is wanted and lies outside the shape {shape:?}", found.key, found.name)),
+                .push(format!("{}/{}: requested {region} lies outside the shape {shape:?}", found.key, found.name)),
             LeafKind::Object | LeafKind::Alias { .. } => {
-                problems.push(format!("{}/{}: {region} is wanted, and this is no tensor", found.key, found.name));
+                problems.push(format!("{}/{}: {region} is requested of a non-tensor", found.key, found.name));
             }
         }
     }
     if problems.is_empty() { Ok(()) } else { Err(Error::Invalid(Problems(problems))) }
 }
 
-/// What a wanted and a saved region have in common, as it lies in the file, with its way of being cut into pieces.
+/// Common part of a wanted and a saved region, as it lies in the file, with the rule for cutting it into pieces.
 ///
-/// No arithmetic here overflows, but for the ends of cells: a manifest's regions have the bytes of their extents, which
-/// lie inside their files, and a box lies inside its region.
+/// Nothing overflows here except the ends of cells: a manifest's regions have the bytes of their extents, which lie
+/// inside their files, and a box lies inside its region.
 #[derive(Debug, Clone)]
 struct StridedBox {
     want: u32,
     file: u32,
     itemsize: u64,
-    /// Absolute offset in the file of the box's first element.
+    /// Offset in the file of the box's first element, in bytes.
     src: u64,
     /// First index in the saved region.
     start: Dims,
-    /// Elements.
+    /// Extent per dimension, in elements.
     lengths: Dims,
-    /// Bytes.
+    /// Strides per dimension, in bytes.
     strides: Dims,
     /// First index in the want.
     dst_offsets: Dims,
-    /// A cell is `cell` indices of this dimension of the saved region with all that the inner dimensions hold.
+    /// Dimension of a cell: a cell is `cell` indices of this dimension of the saved region, with all inner dimensions.
     cell_dim: usize,
     cell: u64,
-    /// A piece has one index of the dimensions before this one, at most one window of this one, all indices of those
-    /// after it. So the pieces in row-major order do not overlap in the file and are in its order.
+    /// Dimension along which pieces are cut: a piece has one index of the dimensions before it, at most one window of
+    /// it, and all indices of those after it. So pieces in row-major order do not overlap in the file and are in its
+    /// order.
     cut_dim: usize,
     window: u64,
-    /// First index in the box of the next piece.
+    /// First index of the next piece in the box.
     next: Dims,
 }
 
 impl StridedBox {
-    /// The box `common` of the region `wanted` and of the region `saved`, which lies at `extent`.
+    /// Makes the box `common` of the region `wanted` and of the region `saved`, which lies at `extent`.
     fn new(
         (want, wanted): (u32, &Region),
         (saved, extent): (&Region, &Extent),
@@ -219,7 +221,7 @@ impl StridedBox {
         }
     }
 
-    /// Extent of the next piece in dimension `d`.
+    /// Returns the extent of the next piece in dimension `d`.
     fn extent(&self, d: usize) -> u64 {
         let left = self.lengths[d] - self.next[d];
         match d.cmp(&self.cut_dim) {
@@ -229,7 +231,7 @@ impl StridedBox {
         }
     }
 
-    /// The next piece, and the offset in the file up to which a read that takes it must have room.
+    /// Returns the next piece, and the offset in the file up to which a read that takes it must have room.
     fn piece(&self) -> (Piece, u64) {
         let ndim = self.lengths.len();
         let lengths: Dims = (0..ndim).map(|d| self.extent(d)).collect();
@@ -248,7 +250,7 @@ impl StridedBox {
         (piece, end)
     }
 
-    /// Goes on to the piece after the next one, and returns its offset in the file; `None` when there is none.
+    /// Advances past the next piece, and returns the offset in the file of the one after; `None` if there is none.
     fn advance(&mut self) -> Option<u64> {
         for d in (0..self.lengths.len()).rev() {
             self.next[d] += self.extent(d);
@@ -261,14 +263,14 @@ impl StridedBox {
     }
 }
 
-/// Distance in bytes of an index from the first element.
+/// Returns the distance of an index from the first element, in bytes.
 fn dot(index: &[u64], strides: &[u64]) -> u64 {
     index.iter().zip(strides).map(|(i, stride)| i * stride).sum()
 }
 
 impl Reads {
-    /// Where what is wanted lies: for each saved region of which something is, its file and there the bytes from the
-    /// first that is wanted to the last.
+    /// Returns the spans of wanted bytes: for each saved region that is wanted in part, its file and the bytes there
+    /// from the first wanted one to the last.
     pub fn spans(&self) -> impl Iterator<Item = (u32, Range<u64>)> {
         self.boxes.iter().map(|part| {
             let steps = part.lengths.iter().zip(&part.strides).map(|(length, stride)| (length - 1) * stride);

@@ -1,8 +1,8 @@
-//! Plans that every rank makes alone, and the later proof that they fit together.
+//! Plans on every rank alone, and proves later that these plans fit together.
 //!
 //! A rank that knows which other ranks hold the same parts of a leaf needs no message to compute who writes them. All
 //! leaves that one set of ranks holds are a *class*. Each member of that set knows the class, but not the members'
-//! other classes: so each class is divided among its members as if there were nothing else. Every share of every class
+//! other classes. So each class is divided among its members as if there were nothing else. Every share of every class
 //! is within 2 % (or a block) of even, and so are their sums.
 //!
 //! A rank's assumptions about others are proven when the ranks meet: each claims the classes that it divided, by their
@@ -19,41 +19,41 @@ use crate::ranks::RankSet;
 use crate::units::divide_units;
 use crate::write::Write;
 
-/// Which ranks hold the same parts of each leaf of a catalog, if no other rank holds any of these parts: two ranks
-/// hold all the same parts of a leaf, or none in common.
+/// Ranks that hold the same parts of each leaf of a catalog. Two ranks must hold all the same parts of a leaf, or none
+/// in common.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replicas {
-    /// The sets, each once.
+    /// Sets of ranks, each once.
     pub groups: Vec<RankSet>,
-    /// For each leaf of the catalog, the index in `groups` of all ranks that hold it in exactly these parts, this rank
-    /// among them; `None` where that is not known. Leaves without parts are ignored.
+    /// Index in `groups`, per leaf of the catalog, of all ranks that hold the leaf in exactly these parts, this rank
+    /// among them; `None` if unknown. Leaves without parts are ignored.
     pub leaves: Vec<Option<u32>>,
 }
 
-/// What a rank does, by itself.
+/// Plan that one rank makes alone.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Local {
-    /// What it writes, sorted.
+    /// Writes of the rank, sorted.
     pub writes: Vec<Write>,
-    /// Its claims, sorted: one for each set of ranks with which it shares the writing of something.
+    /// Claims of the rank, sorted: one for each set of ranks with which it shares writes.
     pub claims: Vec<Claim>,
 }
 
 /// A rank's claim about a class of leaves.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Claim {
-    /// All ranks that hold it.
+    /// Ranks that hold the class.
     pub ranks: RankSet,
-    /// The first half of a digest of the class's leaves: names, dtypes, shapes and parts, in order, and which of them
-    /// are not shared.
+    /// First half of a digest of the class's leaves: names, dtypes, shapes and parts, in order, and which of them are
+    /// not shared.
     pub digest: [u8; 16],
 }
 
-/// Plans a save of `catalog` on `rank` of `world`, without a message from the others; `None` when the holders of some
-/// leaf are not known, and ranks must exchange their catalogs ([`crate::save`]).
+/// Plans a save of `catalog` on `rank` of `world`, without a message from other ranks. Returns `None` when the holders
+/// of some leaf are not known, so that ranks must exchange their catalogs ([`crate::save`]).
 ///
-/// That all members of a set come to the same assignment rests on their claims being equal, which [`prove`] checks, and
-/// on leaves and their parts being in the same order everywhere. Coverage is for the commit to check, as always.
+/// All members of a set compute the same assignment if their claims are equal, which [`prove`] checks, and if leaves
+/// and parts are in the same order on each. The commit checks coverage, as always.
 ///
 /// # Errors
 /// [`Error::Invalid`] naming each leaf with impossible `replicas`: an unknown set, one without this rank, or with ranks
@@ -62,8 +62,8 @@ pub fn local(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> R
     local_unshared(catalog, &[], replicas, rank, world)
 }
 
-/// [`local`] in which the leaves `unshared`, indices of the catalog, ascending, are [not shared](crate::save_unshared).
-/// They are part of what ranks claim.
+/// Plans like [`local`], with the leaves `unshared`, ascending indices of the catalog, [not
+/// shared](crate::save_unshared). They are part of the ranks' claims.
 ///
 /// # Errors
 /// As [`local`].
@@ -113,17 +113,17 @@ pub fn local_unshared(
     Ok(Some(local))
 }
 
-/// The leaves with parts of each group, in the catalog's order; `None` when one is in no group.
+/// Returns the leaves with parts of each group, in the catalog's order; `None` when one is in no group.
 fn classes(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Result<Option<Vec<Vec<u32>>>, Error> {
     if replicas.leaves.len() != catalog.leaves.len() {
         let (said, held) = (replicas.leaves.len(), catalog.leaves.len());
         return Err(Error::Invalid(Problems(vec![format!(
-            "rank {rank}: the holders of {said} leaves are given, and the catalog has {held}"
+            "rank {rank}: expected the holders of {held} leaves, found those of {said}"
         )])));
     }
     let flaw = |set: &RankSet| match set.last() {
-        Some(last) if last >= world => Some(format!("of a world of {world}")),
-        _ if !set.contains(rank) => Some(format!("and rank {rank} holds it too")),
+        Some(last) if last >= world => Some(format!("holders in a world of {world}")),
+        _ if !set.contains(rank) => Some(format!("rank {rank} among the holders")),
         _ => None,
     };
     let flaws: Vec<Option<String>> = replicas.groups.iter().map(flaw).collect();
@@ -139,10 +139,10 @@ fn classes(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Res
                 Some(None) => classes[group as usize].push(index),
                 Some(Some(flaw)) => {
                     let holders = &replicas.groups[group as usize];
-                    problems.push(format!("{}: its holders are said to be {holders}, {flaw}", leaf.name));
+                    problems.push(format!("{}: expected {flaw}, found {holders}", leaf.name));
                 }
                 None => problems.push(format!(
-                    "{}: its holders are said to be set {group} of {}",
+                    "{}: found holder set {group}, expected one below {}",
                     leaf.name,
                     replicas.groups.len()
                 )),
@@ -155,11 +155,11 @@ fn classes(catalog: &Catalog, replicas: &Replicas, rank: u32, world: u32) -> Res
     Ok(known.then_some(classes))
 }
 
-/// Proves that local plans fit together: of every set that any rank claims to share with, each member claims the same
+/// Proves that local plans fit together: for every set that any rank claims to share with, each member claims the same
 /// digest, and no other rank claims it. `claims` is by rank.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming each set with the ranks that lack the claim, that are not members or that differ.
+/// [`Error::Invalid`] naming each set, with the ranks that lack the claim, are not members or differ.
 pub fn prove(claims: &[Vec<Claim>]) -> Result<(), Error> {
     let mut by_set: HashMap<&RankSet, Vec<(u32, [u8; 16])>> = HashMap::new();
     for (rank, claims) in (0u32..).zip(claims) {
@@ -176,7 +176,7 @@ pub fn prove(claims: &[Vec<Claim>]) -> Result<(), Error> {
     Err(Error::Invalid(Problems(problems.into_iter().map(|(_, problem)| problem).collect())))
 }
 
-/// What is wrong with the claims, by ascending rank, of one set.
+/// Returns the contradiction in the claims of one set, given by ascending rank; `None` if there is none.
 fn disagreement(set: &RankSet, claimed: &[(u32, [u8; 16])], world: usize) -> Option<String> {
     let claimants = || RankSet::new(claimed.iter().map(|&(rank, _)| rank));
     let said = || format!("{} planned with {set} as the holders of the same parts", claimants());

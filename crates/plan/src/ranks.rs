@@ -1,4 +1,4 @@
-//! Sets of ranks, small for those that meshes make.
+//! Represents sets of ranks, compactly for those of meshes.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,16 +9,16 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "Vec<Run>")]
 pub struct RankSet {
-    /// Ascending, and as [`RankSet::new`] makes them: equal sets have equal runs.
+    /// Runs, ascending and as [`RankSet::new`] makes them: equal sets have equal runs.
     runs: Vec<Run>,
 }
 
-/// `first`, `first + step`, …: `count` ranks.
+/// A run of `count` ranks: `first`, `first + step`, ….
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 struct Run {
     first: u32,
     count: u32,
-    /// 1 for a single rank.
+    /// Distance of neighbours; 1 for a single rank.
     step: u32,
 }
 
@@ -29,7 +29,7 @@ impl Run {
 }
 
 impl RankSet {
-    /// The set of `ranks`, in any order; one that occurs twice counts once.
+    /// Makes the set of `ranks`, in any order; duplicates count once.
     pub fn new(ranks: impl IntoIterator<Item = u32>) -> RankSet {
         let mut ranks: Vec<u32> = ranks.into_iter().collect();
         ranks.sort_unstable();
@@ -45,29 +45,29 @@ impl RankSet {
         RankSet { runs }
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn len(&self) -> u64 {
         self.runs.iter().map(|run| u64::from(run.count)).sum()
     }
 
-    /// Whether there is no rank.
+    /// Returns whether there is no rank.
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
 
-    /// The highest rank.
+    /// Returns the highest rank.
     pub fn last(&self) -> Option<u32> {
         self.runs.last().map(Run::last)
     }
 
-    /// Whether `rank` is one of them.
+    /// Returns whether `rank` is in the set.
     pub fn contains(&self, rank: u32) -> bool {
         let run = self.runs.partition_point(|run| run.first <= rank);
         let Some(run) = run.checked_sub(1).map(|run| &self.runs[run]) else { return false };
         rank <= run.last() && (rank - run.first).is_multiple_of(run.step)
     }
 
-    /// The ranks, ascending.
+    /// Returns the ranks, ascending.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.runs.iter().flat_map(|run| (0..run.count).map(|i| run.first + i * run.step))
     }
@@ -76,7 +76,7 @@ impl RankSet {
 impl TryFrom<Vec<Run>> for RankSet {
     type Error = String;
 
-    /// Accepts only what [`RankSet::new`] makes, since another rank sent it.
+    /// Accepts only runs as [`RankSet::new`] makes them, since another rank sent them.
     fn try_from(runs: Vec<Run>) -> Result<RankSet, String> {
         let mut before: Option<Run> = None;
         for &run in &runs {
@@ -88,7 +88,7 @@ impl TryFrom<Vec<Run>> for RankSet {
                 before.count > 1 && first > before.last() && before.last().checked_add(before.step) != Some(first)
             });
             if !ends || !plain || !apart {
-                return Err(format!("a set of ranks: {count} ranks from {first} by {step} are out of place"));
+                return Err(format!("a set of ranks: the run of {count} from {first} by {step} is not canonical"));
             }
             before = Some(run);
         }
@@ -96,7 +96,7 @@ impl TryFrom<Vec<Run>> for RankSet {
     }
 }
 
-/// Writes `rank 3`, `ranks 0-2, 7`, `ranks 0-56 by 8`.
+/// Formats as `rank 3`, `ranks 0-2, 7`, `ranks 0-56 by 8`.
 impl fmt::Display for RankSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.len() == 1 { "rank " } else { "ranks " })?;
@@ -114,7 +114,7 @@ impl fmt::Display for RankSet {
     }
 }
 
-/// Ascending, distinct ranks as the fewest ranges.
+/// Combines ascending, distinct ranks into the fewest ranges.
 pub fn ranges(ranks: impl IntoIterator<Item = u32>) -> Vec<Range<u32>> {
     let mut out: Vec<Range<u32>> = Vec::new();
     for rank in ranks {

@@ -1,4 +1,4 @@
-//! Which rank writes which part.
+//! Plans which rank writes which part.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -13,30 +13,30 @@ use crate::ranks::RankSet;
 use crate::units::divide_units;
 use crate::write::Write;
 
-/// Plans a save of the catalogs of all ranks: for each rank what it writes of the parts that it holds, sorted. Every
-/// element of every leaf is written by exactly one rank; a part that was cut, by several, some rows each.
+/// Plans a save of the catalogs of all ranks: for each rank its writes of the parts that it holds, sorted. Exactly one
+/// rank writes each element of each leaf. Several ranks write a part that was cut, some rows each.
 ///
-/// Identical regions on several ranks are replicas and get one writer; bytes are balanced by Worst-Fit decreasing on
-/// top of what each rank must write alone. Where that leaves the heaviest rank more than 2 % and 64 KiB above what
+/// Identical regions on several ranks are replicas and get one writer. Bytes are balanced by Worst-Fit decreasing on
+/// top of what each rank must write alone. If that leaves the heaviest rank more than 2 % and 64 KiB above what
 /// replicas make possible, regions are cut by rows, those of keys that consist of whole tensors last. A leaf may be
-/// absent on some ranks. The same catalogs give the same plan everywhere.
+/// absent on some ranks. Equal catalogs give equal plans on every rank.
 ///
-/// So the heaviest rank writes at most 2 % or 64 KiB more than replicas make possible. Two things can make it more.
-/// Rows are not cut, and a rank can write up to one row more for each set of holders that it belongs to. One rank
-/// writes all parts of up to 16 KiB below one name, also where they are more than 64 KiB in all.
+/// So the heaviest rank writes at most 2 % or 64 KiB more than replicas make possible, with two exceptions. Rows are
+/// not cut: a rank can write up to one row more for each set of holders that it belongs to. One rank writes all parts
+/// of up to 16 KiB below one name, also if they are more than 64 KiB in all.
 ///
 /// # Errors
-/// [`Error::Invalid`] with every problem of every leaf: a name that occurs twice on a rank; ranks that disagree on what
-/// a leaf is (dtype, shape, object, alias); parts that are empty, lie outside the shape, overlap each other or leave
-/// elements out; an alias of what is no tensor. A zero-size tensor needs no part, and its only possible part is the
-/// whole.
+/// [`Error::Invalid`] with every problem of every leaf: a name that occurs twice on a rank; ranks that disagree on a
+/// leaf's kind (dtype, shape, object, alias); parts that are empty, lie outside the shape, overlap each other or leave
+/// elements out; an alias whose target is no tensor. A zero-size tensor needs no part, and its only possible part is
+/// the whole.
 pub fn save(catalogs: &[Catalog]) -> Result<Vec<Vec<Write>>, Error> {
     save_unshared(catalogs, &[])
 }
 
-/// [`save`] in which some leaves are not shared: every region of theirs is written whole, by the lowest rank that holds
-/// it. Copies that may differ would be mixed otherwise. `unshared` has, per rank, the indices of these leaves in its
-/// catalog, ascending; a leaf that one rank names is unshared on all.
+/// Plans like [`save`], with some leaves not shared: the lowest rank that holds a region of such a leaf writes all of
+/// it, since copies that may differ must not be mixed. `unshared` has, per rank, the ascending indices of these leaves
+/// in its catalog; a leaf that one rank names is unshared on all.
 ///
 /// # Errors
 /// As [`save`].
@@ -76,19 +76,19 @@ pub fn save_unshared(catalogs: &[Catalog], unshared: &[Vec<u32>]) -> Result<Vec<
     Ok(writes)
 }
 
-/// Whether that leaf of the rank's catalog is one of those that are not shared.
+/// Returns whether the leaf with index `leaf` in the rank's catalog is not shared.
 pub(crate) fn is_unshared(unshared: &[Vec<u32>], rank: u32, leaf: u32) -> bool {
     unshared.get(rank as usize).is_some_and(|leaves| leaves.binary_search(&leaf).is_ok())
 }
 
-/// A leaf as one rank holds it. Indices are `u32`: as many leaves or parts as would overflow it fit into no memory.
+/// A leaf as one rank holds it. Indices are `u32`: more leaves or parts would not fit into memory.
 struct Holder<'a> {
     rank: u32,
     index: u32,
     leaf: &'a Leaf,
 }
 
-/// Every name with its holders by ascending rank, sorted by name.
+/// Collects every name with its holders by ascending rank, sorted by name.
 fn merge<'a>(catalogs: &'a [Catalog], problems: &mut Vec<String>) -> Vec<(&'a LeafName, Vec<Holder<'a>>)> {
     let mut by_name: HashMap<&LeafName, Vec<Holder>> = HashMap::new();
     for (rank, catalog) in (0u32..).zip(catalogs) {
@@ -106,7 +106,7 @@ fn merge<'a>(catalogs: &'a [Catalog], problems: &mut Vec<String>) -> Vec<(&'a Le
     sorted
 }
 
-/// What must be equal on all holders of a leaf.
+/// Properties that must be equal on all holders of a leaf.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Kind<'a> {
     Tensor { dtype: DType, shape: &'a [u64] },
@@ -168,13 +168,13 @@ fn alias_problem(name: &LeafName, of: &LeafName, by_name: &[(&LeafName, Vec<Hold
 /// All parts of all ranks, grouped by region.
 #[derive(Default)]
 struct Replicated<'a> {
-    /// The distinct sets of holders.
+    /// Distinct sets of holders.
     classes: Vec<Vec<u32>>,
     class_ids: HashMap<Vec<u32>, usize>,
     items: Vec<Item>,
-    /// Per item, its leaf.
+    /// Name of the leaf, per item.
     leaves: Vec<&'a LeafName>,
-    /// Per item, where in `copies` those of its holders begin.
+    /// Index in `copies` of an item's first holder, per item.
     first: Vec<usize>,
     copies: Vec<Write>,
 }

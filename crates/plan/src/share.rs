@@ -1,15 +1,15 @@
-//! Bytes that several ranks want: which rank reads them, and for which others.
+//! Plans shared reads: which rank reads bytes that several ranks want, and for which others.
 //!
-//! 1. One rank has all ranks' wants. [`share`] finds which wants touch the same blocks of the files, and gives each
-//!    rank which ranks want what it wants, and what else lies in those blocks that others want ([`Common`]). Equal
-//!    wants are given once, with the set of their ranks, and a rank gets no wants that it has no block in common with.
-//! 2. From then on each rank plans alone ([`Sharing`]): the blocks that it wants are cut into [`Chunk`]s, each wanted
+//! 1. One rank has all ranks' wants. [`share`] finds the wants that touch the same blocks of the files. It gives each
+//!    rank the ranks that share its wants, and the other wants in those blocks ([`Common`]). Equal wants are given
+//!    once, with the set of their ranks; a rank gets no wants with which it has no block in common.
+//! 2. From then on each rank plans alone ([`Sharing`]). The blocks that it wants are cut into [`Chunk`]s, each wanted
 //!    by the same ranks throughout, and those ranks take turns at reading, by bytes. The reader of a chunk follows from
 //!    the ranks that want it and from its place among all chunks that the same ranks want, all of which each of them
 //!    knows. So they agree without a message.
 //!
-//! A block is a checksummed one, the least that can be read and proven: ranks that want different columns of a matrix
-//! want the same blocks.
+//! Blocks are the checksummed ones, the smallest unit that can be read and proven: ranks that want different columns of
+//! a matrix want the same blocks.
 
 mod chunks;
 mod part;
@@ -28,17 +28,17 @@ use crate::error::{Error, Problems};
 use crate::load::Piece;
 use crate::ranks::ranges;
 
-/// Something that a rank wants, in terms of the manifest.
+/// A tensor's region or an object's value that a rank wants, in terms of the manifest.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Wanted {
     /// Index of a tensor or an object in the manifest.
     pub leaf: u32,
-    /// The region of the tensor; of an object `[v:v + 1]`, its value number `v`.
+    /// Region of the tensor; for an object `[v:v + 1]`, its value number `v`.
     pub region: Region,
 }
 
 impl Wanted {
-    /// A value of an object.
+    /// Makes the want of value number `value` of the object `leaf`.
     pub fn of_value(leaf: u32, value: u64) -> Wanted {
         Wanted { leaf, region: Region::new(&[value], &[1]) }
     }
@@ -51,33 +51,33 @@ impl Wanted {
     }
 }
 
-/// What one rank has in common with others.
+/// Wants that one rank shares with others.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Common {
-    /// Sets of ranks. None of this rank's wants has anything in common when there are none.
+    /// Sets of ranks. Empty if none of this rank's wants has anything in common with another's.
     pub sets: Vec<Vec<Range<u32>>>,
-    /// For each want of this rank, in its order, the index of the set of all ranks with this want.
+    /// Index of the set of all ranks with the same want, per want of this rank, in its order.
     pub own: Vec<u32>,
     /// Wants of other ranks in the blocks that this rank wants, each with the index of the set of these ranks.
     pub others: Vec<(Wanted, u32)>,
 }
 
-/// What all ranks have in common.
+/// Wants that ranks share, for all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Matching {
-    /// Per rank.
+    /// Shared wants, per rank.
     pub common: Vec<Common>,
-    /// Bytes that all ranks would read if each read whole blocks for itself. What lies between the elements of one want
-    /// counts as wanted.
+    /// Bytes read in all if each rank read whole blocks for itself. Gaps between the elements of one want count as
+    /// wanted.
     pub bytes_for_each: u64,
-    /// Bytes that they would read if each block was read once.
+    /// Bytes read in all if each block is read once.
     pub bytes_for_all: u64,
-    /// The most ranks with which one rank has something in common.
+    /// Largest number of ranks with which one rank has something in common.
     pub peers_max: u32,
 }
 
-/// Finds what ranks have in common. `wants` has the wants of each rank, sorted, none twice. `None` when all answers
-/// together would have more than `others_max` wants of others.
+/// Finds the wants that ranks share. `wants` has the wants of each rank, sorted, none twice. Returns `None` when all
+/// answers together would have more than `others_max` wants of others.
 ///
 /// # Errors
 /// [`Error::Invalid`] when a want is no part of the checkpoint.
@@ -139,7 +139,7 @@ pub fn share(manifest: &Manifest, wants: &[Vec<Wanted>], others_max: usize) -> R
     Ok(Some(Matching { common, bytes_for_each: swept.bytes_for_each, bytes_for_all: swept.bytes_for_all, peers_max }))
 }
 
-/// Sets of ranks, each kept once.
+/// Sets of ranks, each stored once.
 #[derive(Debug, Clone, Default)]
 struct Sets {
     ranks: Vec<Arc<[u32]>>,
@@ -148,7 +148,7 @@ struct Sets {
 }
 
 impl Sets {
-    /// The set of these ascending, distinct ranks.
+    /// Returns the index of the set of these ascending, distinct ranks.
     fn of(&mut self, ranks: Vec<u32>) -> u32 {
         if let Some(&id) = self.ids.get(ranks.as_slice()) {
             return id;
@@ -160,7 +160,7 @@ impl Sets {
         id
     }
 
-    /// The union of sets, given ascending and distinct.
+    /// Returns the index of the union of sets, given ascending and distinct.
     fn union(&mut self, sets: &[u32]) -> u32 {
         if let [set] = sets {
             return *set;
@@ -180,12 +180,12 @@ impl Sets {
 }
 
 impl Piece {
-    /// Size of an element.
+    /// Returns the size of an element, in bytes.
     pub fn item_bytes(&self) -> u64 {
         self.src_strides.last().copied().unwrap_or(self.span_bytes)
     }
 
-    /// Bytes of all elements.
+    /// Returns the bytes of all elements.
     pub fn bytes(&self) -> u64 {
         self.lengths.iter().product::<u64>() * self.item_bytes()
     }

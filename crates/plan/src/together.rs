@@ -1,9 +1,9 @@
-//! Small parts that one rank writes together.
+//! Keeps small parts together on one rank.
 //!
-//! Replicas that drifted apart unnoticed (statistics of normalisation layers under data parallelism) belong together: a
-//! mean of one rank beside a variance of another is a state of no rank. So one rank writes the small parts below one
-//! name, and also neighbours up to a block in all. That avoids file entries of a few bytes. It keeps the balance to 2 %
-//! or a block, unless the small parts below one name are more than a block in all: one rank still writes them.
+//! Replicas can drift apart unnoticed (statistics of normalisation layers under data parallelism), and a mean of one
+//! rank beside a variance of another is a state of no rank. So one rank writes the small parts below one name, together
+//! with neighbours up to a block in all. That also avoids file entries of a few bytes. It keeps the balance to 2 % or a
+//! block, unless the small parts below one name are more than a block in all: one rank still writes them.
 
 use std::collections::HashMap;
 
@@ -11,19 +11,19 @@ use shardfast_format::{BLOCK_BYTES, LeafName};
 
 use crate::balance::{Item, Share, divide};
 
-/// Parts up to this size stay together.
+/// Largest size of a small part, in bytes.
 const SMALL_BYTES_MAX: u64 = BLOCK_BYTES / 4;
 
 /// Small parts of one class, in order.
 struct Bundle<'a> {
     item: Item,
     members: Vec<usize>,
-    /// The name above the last ones, and their bytes.
+    /// Parent name of the last members, and their bytes.
     last: (&'a str, &'a str),
     last_bytes: u64,
 }
 
-/// As [`divide`], with `names` those of the items: small ones below one name go to one rank.
+/// Divides like [`divide`], with all small items below one name on one rank. `names` are those of the items.
 pub(crate) fn divide_together(world: usize, classes: &[Vec<u32>], items: &[Item], names: &[&LeafName]) -> Vec<Share> {
     let mut bundles: Vec<Bundle> = Vec::new();
     let mut open: HashMap<usize, usize> = HashMap::new();
@@ -81,7 +81,7 @@ impl Bundle<'_> {
         self.last == parent && self.last_bytes == self.item.bytes
     }
 
-    /// Removes the members below the last name.
+    /// Removes and returns the members below the last name.
     fn give_last(&mut self, items: &[Item]) -> Vec<usize> {
         let mut left = self.last_bytes;
         let mut at = self.members.len();
@@ -98,7 +98,7 @@ impl Bundle<'_> {
 mod tests {
     use super::*;
 
-    /// The rank of each item of one class on two ranks.
+    /// Returns the rank of each item of one class on two ranks.
     fn ranks(parts: &[(&str, u64)]) -> Vec<u32> {
         let names: Vec<LeafName> = parts.iter().map(|(name, _)| LeafName::new("model", *name)).collect();
         let items: Vec<Item> = parts.iter().map(|&(_, bytes)| Item { bytes, rows: 1, spared: 0, class: 0 }).collect();

@@ -1,13 +1,13 @@
-//! Parameters with the state that their optimizer keeps of them.
+//! Keeps a parameter together with its optimizer state.
 //!
-//! A capture ahead of a save rolls a parameter forward together with its moments, so a rank can hold only what it
-//! writes of all of them. So one rank writes what belongs to one parameter. A leaf `state.<name>.<what>` belongs to the
-//! leaf called `<name>`, as bundles of optimizers name their leaves, if both have as many rows and the same holders.
+//! A capture ahead of a save rolls a parameter forward together with its moments, so a rank must hold what it writes of
+//! all of them. So one rank writes all leaves of one parameter. A leaf `state.<name>.<what>` belongs to the leaf called
+//! `<name>`, as bundles of optimizers name their leaves, if both have as many rows and the same holders.
 //!
-//! A unit that must be cut is cut at the same rows in all of its parts, so that each rank still has a run of the
-//! parameter with its moments. Where that would cut weights that could stay whole, or would be less even, the planner
-//! takes units apart instead: then it cuts the moments before the parameter. First it takes the largest unit apart. As
-//! long as it still cuts one that is not apart, it goes on with the two largest, then four, and so on.
+//! A unit that must be cut is cut at the same rows in all of its parts, so that each rank has a run of the parameter
+//! with its moments. If that would cut weights that could stay whole, or would be less even, the planner splits units
+//! instead: then it cuts the moments before the parameter. First it splits the largest unit. While it still cuts one
+//! that is not split, it goes on with the two largest, then four, and so on.
 
 use std::collections::HashMap;
 
@@ -16,7 +16,7 @@ use shardfast_format::LeafName;
 use crate::balance::{Item, Share, heaviest, tolerated_load};
 use crate::together::divide_together;
 
-/// As [`divide_together`], with what belongs to one parameter on one rank, or in the same rows on several.
+/// Divides like [`divide_together`], with the leaves of one parameter on one rank, or in the same rows on several.
 pub(crate) fn divide_units(world: usize, classes: &[Vec<u32>], items: &[Item], names: &[&LeafName]) -> Vec<Share> {
     let units = units(classes, items, names);
     let cut_alike = divide_with(world, classes, items, names, &units);
@@ -34,24 +34,24 @@ pub(crate) fn divide_units(world: usize, classes: &[Vec<u32>], items: &[Item], n
     if is_even && keeps_as_many_whole { cut_alike } else { shares }
 }
 
-/// Whether some of these items are cut.
+/// Returns whether an item of the unit is cut.
 fn is_cut(unit: &[usize], shares: &[Share]) -> bool {
     shares.iter().any(|share| share.rows.is_some() && unit.contains(&share.item))
 }
 
-/// The highest priority against cuts of what is cut.
+/// Returns the highest priority against cuts among the items that are cut.
 fn cut_priority(items: &[Item], shares: &[Share]) -> u32 {
     let cut = shares.iter().filter(|share| share.rows.is_some());
     cut.map(|share| items[share.item].spared).max().unwrap_or_default()
 }
 
-/// What the items of a unit have in common: the parameter's name, which part of it they are, their class and rows.
+/// Properties that the items of a unit share: the parameter's name, the number of the part, their class and rows.
 type Kin<'a> = (&'a str, u32, usize, u64);
 
-/// The items of each parameter that has state, the largest first.
+/// Returns the items of each parameter that has state, the largest first.
 fn units(classes: &[Vec<u32>], items: &[Item], names: &[&LeafName]) -> Vec<Vec<usize>> {
     let is_shared = |index: &usize| classes[items[*index].class].len() > 1;
-    // Of a leaf with several parts each is one, in order.
+    // Each part of a leaf with several parts is one, in order.
     let mut parts: HashMap<&LeafName, u32> = HashMap::new();
     let mut by_parameter: HashMap<Kin<'_>, (bool, Vec<usize>)> = HashMap::new();
     for index in (0..items.len()).filter(is_shared) {
@@ -72,12 +72,12 @@ fn units(classes: &[Vec<u32>], items: &[Item], names: &[&LeafName]) -> Vec<Vec<u
     units
 }
 
-/// The parameter that a leaf of an optimizer belongs to.
+/// Returns the parameter that a leaf of an optimizer belongs to.
 fn state_of(name: &str) -> Option<&str> {
     name.strip_prefix("state.")?.rsplit_once('.').map(|(parameter, _)| parameter)
 }
 
-/// [`divide_together`] with these units as one item each.
+/// Divides like [`divide_together`], with each unit in `whole` as one item.
 fn divide_with(
     world: usize,
     classes: &[Vec<u32>],
@@ -124,8 +124,8 @@ mod tests {
     /// Key, name, bytes and rows of an item.
     type Of<'a> = (&'a str, &'a str, u64, u64);
 
-    /// By item the ranks that write it, and which rows, of one class on two ranks. `spared` are the priorities of
-    /// items of the model and of others.
+    /// Returns for each item the ranks that write it, and which rows, for one class on two ranks. `spared` are the
+    /// priorities of items of the model and of others.
     fn shares(items: &[Of<'_>], spared: [u32; 2]) -> Vec<Vec<(u32, Option<Rows>)>> {
         let names: Vec<LeafName> = items.iter().map(|(key, name, ..)| LeafName::new(*key, *name)).collect();
         let item = |&(key, _, bytes, rows): &Of<'_>| {

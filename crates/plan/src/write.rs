@@ -1,4 +1,4 @@
-//! The parts of its state that one rank writes.
+//! Describes the parts of its state that one rank writes.
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::Region;
@@ -10,27 +10,27 @@ pub struct Write {
     pub leaf: u32,
     /// Index of the part in that leaf.
     pub part: u32,
-    /// Which rows of the part; `None` for all of it.
+    /// Rows of the part; `None` for the whole part.
     pub rows: Option<Rows>,
 }
 
-/// A run of rows of a region: indices of its first dimension that is longer than one. Rows lie one behind the other in
-/// row-major order, so a run of them is a region again, and contiguous in the part's bytes.
+/// A run of rows of a region: indices of its first dimension that is longer than one. Rows are adjacent in row-major
+/// order, so a run of them is a region again, and contiguous in the part's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Rows {
-    /// First row, from the region's own.
+    /// First row, counted from the region's own.
     pub first: u64,
     /// Number of rows.
     pub count: u64,
 }
 
 impl Write {
-    /// All of a part.
+    /// Makes the write of a whole part.
     pub fn whole(leaf: u32, part: u32) -> Write {
         Write { leaf, part, rows: None }
     }
 
-    /// The region that is written, of the part `part`; `None` when the part has no such rows.
+    /// Returns the region written, of the part `part`; `None` when the part has no such rows.
     pub fn region(&self, part: &Region) -> Option<Region> {
         let Some(rows) = self.rows else { return Some(part.clone()) };
         let dim = row_dim(part)?;
@@ -43,7 +43,7 @@ impl Write {
         Some(region)
     }
 
-    /// Elements of the part `part` in front of what is written, in row-major order.
+    /// Returns the number of elements of the part `part` before the written ones, in row-major order.
     pub fn skipped(&self, part: &Region) -> u64 {
         match (self.rows, row_dim(part)) {
             (Some(rows), Some(dim)) => rows.first * part.lengths[dim + 1..].iter().product::<u64>(),
@@ -52,9 +52,9 @@ impl Write {
     }
 }
 
-/// Cuts a region into regions of at most `elements_max` elements (but of one at least), each a run of its elements in
-/// row-major order: each with its first element, counted from the region's own first. Only a row that is too long by
-/// itself is cut along further dimensions.
+/// Cuts a region into regions of at most `elements_max` elements (at least one), each a run of its elements in
+/// row-major order. Returns each with the index of its first element, counted from the region's own. Cuts along further
+/// dimensions only within a row that is too long by itself.
 pub fn pieces(region: &Region, elements_max: u64) -> Vec<(Region, u64)> {
     let mut out = Vec::new();
     cut(region.clone(), 0, elements_max.max(1), &mut out);
@@ -79,7 +79,7 @@ fn cut(region: Region, first: u64, elements_max: u64, out: &mut Vec<(Region, u64
     }
 }
 
-/// The dimension whose indices are a region's rows; `None` for a region of one element.
+/// Returns the dimension whose indices are a region's rows; `None` for a region of one element.
 pub(crate) fn row_dim(region: &Region) -> Option<usize> {
     region.lengths.iter().position(|&length| length > 1)
 }
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(rows(0, 1).region(&Region::new(&[3], &[1])), None);
     }
 
-    /// Where an element of the region stands in row-major order.
+    /// Returns the row-major index of an element of the region.
     fn index(region: &Region, coordinate: impl Fn(usize) -> u64) -> u64 {
         (0..region.ndim()).fold(0, |index, d| index * region.lengths[d] + coordinate(d) - region.offsets[d])
     }

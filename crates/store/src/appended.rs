@@ -1,10 +1,10 @@
-//! A simulated storage that only appends, as HDFS does: each part of an object is a file of its own, written once from
+//! Simulates a storage that only appends, as HDFS does: each part of an object is a file of its own, written once from
 //! its beginning to its end, and `finish` joins these files by one operation on their metadata.
 //!
-//! It shows that [`Pieces::Parts`] fits such a storage: no write of a part comes anywhere but at its end, parts come in
-//! any order, and no more of them are open at a time than [`write_all`](Store::write_all) has threads. How many that
-//! are is the storage's own choice, and needs no word in [`Needs`]: its users hand over whole parts. A store in memory
-//! keeps the joined objects.
+//! It shows that [`Pieces::Parts`] fits such a storage: each part is written only at its end, parts come in any order,
+//! and no more of them are open at a time than [`write_all`](Store::write_all) has threads. The storage chooses that
+//! number itself, so [`Needs`] does not mention it: callers pass whole parts. A store in memory keeps the joined
+//! objects.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use crate::{
     Writes, by_threads,
 };
 
-/// Objects whose parts are only appended to.
+/// A store of objects whose parts are only appended to.
 pub struct AppendStore {
     joined: Arc<dyn Store>,
     parts: Parts,
@@ -26,20 +26,20 @@ pub struct AppendStore {
 }
 
 impl AppendStore {
-    /// A storage that takes objects in these parts, of which `open_max` may be open at a time, and keeps what was
-    /// joined in a store in memory.
+    /// Makes a storage that takes objects in these parts, of which `open_max` may be open at a time. It keeps joined
+    /// objects in a store in memory.
     pub fn new(joined: Arc<dyn Store>, parts: Parts, open_max: usize) -> AppendStore {
         AppendStore { joined, parts, open_max, open: Arc::default() }
     }
 }
 
-/// An object in the making.
+/// An object that is being written.
 struct Appended {
     joined: Arc<dyn Store>,
     name: String,
     bytes: u64,
     part_bytes: u64,
-    /// By number: what was appended to each part.
+    /// Bytes appended to each part, by its number.
     parts: Mutex<BTreeMap<u64, Vec<u8>>>,
     open_max: usize,
     open: Arc<AtomicUsize>,
@@ -62,7 +62,7 @@ impl Appended {
         Error::new(Kind::Invalid, op, join(self.joined.url(), &self.name), message)
     }
 
-    /// Opens a part, anew if a write of it failed.
+    /// Opens a part, or opens it anew if a write of it failed.
     fn open(&self, part: u64, was_open: bool) -> Result<()> {
         let most = if was_open { usize::MAX } else { self.open_max };
         let another = |open| (open < most).then_some(open + usize::from(!was_open));

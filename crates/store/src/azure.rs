@@ -1,8 +1,8 @@
-//! `az://container/prefix`: Azure Blob Storage.
+//! Opens `az://container/prefix`: Azure Blob Storage.
 //!
-//! Options: `account`, and `endpoint`, a URL, for another server than Azure's. What is not given there, and all
-//! credentials, come from where Azure's tools keep them: the environment (`AZURE_STORAGE_ACCOUNT_NAME`,
-//! `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_CLIENT_ID` and so on), workload identity, and the machine's own identity.
+//! Options: `account`, and `endpoint`, a URL, for another server than Azure's. Other settings and all credentials come
+//! from where Azure's tools keep them: the environment (`AZURE_STORAGE_ACCOUNT_NAME`, `AZURE_STORAGE_ACCOUNT_KEY`,
+//! `AZURE_CLIENT_ID` and so on), workload identity, and the machine's own identity.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use crate::far::{Bucket, FarStore, expect_tls, is_http, once, plain};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
-/// The options of such a URL.
+/// Names of the URL's options.
 pub(crate) const OPTIONS: &[&str] = &["account", "endpoint"];
 
-/// Opens `az://container/prefix?option=value`.
+/// Opens the URL `az://container/prefix?option=value`.
 pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let invalid = |message: String| Error::new(Kind::Invalid, "open", url.shown(), message);
     let (container, prefix) = url.bucket_and_prefix()?;

@@ -1,20 +1,20 @@
-//! How much of a file lies in the page cache, without reading the file.
+//! Measures how much of a file lies in the page cache, without reading the file.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use crate::sys::{Errno, Sys};
 
-/// The call's number, one for all architectures, which older headers of the C library lack.
+/// Number of the system call, the same on all architectures; older headers of the C library lack it.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// `struct cachestat_range` of `linux/mman.h`.
+/// Layout of `struct cachestat_range` in `linux/mman.h`.
 #[repr(C)]
 struct Range {
     offset: u64,
     bytes: u64,
 }
 
-/// `struct cachestat` of `linux/mman.h`, in pages.
+/// Layout of `struct cachestat` in `linux/mman.h`, in pages.
 #[repr(C)]
 #[derive(Default)]
 struct Counts {
@@ -25,7 +25,7 @@ struct Counts {
     recently_evicted: u64,
 }
 
-/// Bytes of the pages in the page cache on which the range lies.
+/// Returns the bytes of the cached pages that the range touches.
 ///
 /// # Errors
 /// `ENOSYS` before Linux 6.5 or under a seccomp filter, `EPERM` for a file that this user neither owns nor may write.
@@ -43,10 +43,10 @@ pub(crate) fn cached_bytes(file: &OwnedFd, offset: u64, bytes: u64) -> Sys<u64> 
     Ok(counts.cached * u64::try_from(page).unwrap_or(0))
 }
 
-/// Asks about a file in memory.
+/// Tries the call on a file in memory.
 ///
 /// # Errors
-/// As [`cached_bytes`]; the kernel's error if it makes no such file.
+/// As [`cached_bytes`]; the kernel's error if no such file can be made.
 pub(crate) fn try_out() -> Sys<()> {
     let file = rustix::fs::memfd_create("shardfast-probe", rustix::fs::MemfdFlags::CLOEXEC)?;
     cached_bytes(&file, 0, 1).map(drop)

@@ -1,4 +1,4 @@
-//! The contract of [`Store`], as tests that every backend passes.
+//! Tests the contract of [`Store`], which every backend must pass.
 //!
 //! A backend's test is one call of [`check`].
 
@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex};
 
 use crate::{Buffer, Entry, Error, Kind, Next, ObjectWriter, Pieces, Result, Store, Write, Writes};
 
-/// Checks a backend against the contract. `open` opens the store under a given name: the same one for the same name, an
+/// Checks a backend against the contract. `open` opens the store of a given name: the same store for the same name, an
 /// empty one for a new name.
 ///
 /// # Panics
-/// Where the backend does not keep the contract.
+/// If the backend does not keep the contract.
 pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
     let two = |name: &str| [open(name), open(name)];
     reading_creates_nothing(&two("reading"));
@@ -35,10 +35,10 @@ pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
     a_store_below_a_store_shares_its_objects(&open);
 }
 
-/// Writes and finishes an object as the contract asks: in aligned pieces, the last one padded, in reverse order.
+/// Writes and finishes an object as the contract demands: in aligned pieces, the last one padded, in reverse order.
 ///
 /// # Errors
-/// What the store returns.
+/// The store's error.
 pub fn write_object(store: &dyn Store, name: &str, contents: &[u8]) -> Result<()> {
     let mut object = store.create(name, contents.len() as u64)?;
     let third = contents.len().div_ceil(3).next_multiple_of(4096).max(4096);
@@ -49,7 +49,7 @@ pub fn write_object(store: &dyn Store, name: &str, contents: &[u8]) -> Result<()
     object.finish()
 }
 
-/// How long a write into an object of `bytes` bytes is: `any`, where the store takes any.
+/// Returns the length of a write into an object of `bytes` bytes: `any`, if the store takes any.
 fn piece_bytes(store: &dyn Store, bytes: usize, any: usize) -> usize {
     match store.needs().pieces {
         Pieces::Any => any,
@@ -86,12 +86,12 @@ unsafe impl Buffer for Aligned {
     }
 }
 
-/// A buffer with these bytes.
+/// Returns a buffer with these bytes.
 pub fn buffer(bytes: &[u8]) -> Box<dyn Buffer> {
     Box::new(Aligned::new(bytes, 1))
 }
 
-/// Pieces of one object, the last one first.
+/// Source of the pieces of one object, the last one first.
 struct OfOne<'a> {
     object: &'a dyn ObjectWriter,
     left: Mutex<Vec<(u64, Aligned)>>,
@@ -115,7 +115,7 @@ impl<'a> Writes<'a> for OfOne<'a> {
     }
 }
 
-/// `length` bytes that differ from place to place and from seed to seed.
+/// Returns `length` bytes that differ from place to place and from seed to seed.
 pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
     let word = |i: u64| (i ^ seed.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23).to_le_bytes();
     (0..length.div_ceil(8) as u64).flat_map(word).take(length).collect()
@@ -228,7 +228,7 @@ fn objects_are_written_by_many_threads(store: &dyn Store) {
     });
 }
 
-/// Of several objects, more pieces than any store has in flight, some of which come late.
+/// Tests several objects in more pieces than any store has in flight, some of which come late.
 fn many_objects_are_written_at_a_time(store: &dyn Store) {
     struct Mixed<'a> {
         objects: &'a [Box<dyn ObjectWriter>],
@@ -273,7 +273,7 @@ fn many_objects_are_written_at_a_time(store: &dyn Store) {
     assert_eq!(kind(store.write_all(&OfOne { object: &*object, left: pieces })), Some(Kind::Invalid));
 }
 
-/// A failed write is returned unchanged, and the write that replaces it is taken and made.
+/// Tests that a failed write is returned unchanged, and that the write that replaces it is taken and made.
 fn writes_that_fail_come_back(store: &dyn Store) {
     type CameBack = (usize, Vec<Box<dyn Buffer>>);
     struct Astray<'a> {
@@ -322,7 +322,7 @@ fn writes_that_fail_come_back(store: &dyn Store) {
 
 fn taken_names_conflict([store, other]: &[Arc<dyn Store>; 2]) {
     write_object(&**store, "d/first", b"first").unwrap();
-    // A backend may find out at the end.
+    // Some backends detect it only at the end.
     if store.needs().refuses_taken_names {
         assert_eq!(kind(write_object(&**other, "d/first", b"second")), Some(Kind::Conflict));
     }

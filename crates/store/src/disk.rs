@@ -1,6 +1,6 @@
-//! The system calls that the local backend makes, and nothing else: a seam at which faults and crashes are simulated.
+//! Wraps the system calls that the local backend makes: the seam at which faults and crashes are simulated.
 //!
-//! [`RealDisk`] is one system call per method. What a call's error means is decided in `local.rs`.
+//! [`RealDisk`] makes one system call per method. `local.rs` decides what an error means.
 
 use std::ffi::OsString;
 use std::io::IoSliceMut;
@@ -18,44 +18,44 @@ pub use crate::ring::{Flight, Ring};
 pub use crate::sys::{Errno, Sys};
 use crate::uring::Uring;
 
-/// What a path or an open file is.
+/// Attributes of a path or an open file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
-    /// Its type.
+    /// Type of the file.
     pub kind: FileKind,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub bytes: u64,
     /// Device and inode number: equal for two names of one file.
     pub identity: (u64, u64),
-    /// When its contents were last changed, by the file system's clock.
+    /// Time of the last change of its contents, by the file system's clock.
     pub modified: SystemTime,
 }
 
-/// The free room of a file system.
+/// Free space of a file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Bytes that this process may still take.
+    /// Bytes that this process may still allocate.
     pub bytes: u64,
-    /// Files that may still be made, where their number has a limit.
+    /// Files that may still be made; `None` if their number has no limit.
     pub files: Option<u64>,
 }
 
-/// The type of a file, as far as a store cares.
+/// Type of a file, as far as a store distinguishes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
-    /// A regular file.
+    /// A regular file with contents.
     File,
-    /// A directory.
+    /// An entry that holds others.
     Dir,
     /// A symbolic link (only from [`Disk::readdir`]), a pipe, a device.
     Other,
 }
 
-/// A file system. Paths are absolute; every method is the system call of its name.
+/// Interface of a file system. Paths are absolute; every method is the system call of its name.
 pub trait Disk: Send + Sync + 'static {
-    /// An open file.
+    /// Handle of an open file.
     type File: Send + Sync;
-    /// Writes in flight.
+    /// Queue of writes in flight.
     type Ring: Ring<File = Self::File>;
 
     /// Makes one directory.
@@ -64,17 +64,17 @@ pub trait Disk: Send + Sync + 'static {
     fn create_new(&self, path: &Path, direct: bool) -> Sys<Self::File>;
     /// Opens a file for reading, with `O_DIRECT` if `direct`. Does not wait for a pipe's other end.
     fn open_read(&self, path: &Path, direct: bool) -> Sys<Self::File>;
-    /// A queue for `depth` writes in flight, to be used by the calling thread.
+    /// Makes a queue for `depth` writes in flight, to be used by the calling thread.
     fn ring(&self, depth: u32) -> Sys<Self::Ring>;
-    /// Writes at an offset; may write less.
+    /// Writes at an offset, possibly less than all; returns the bytes written.
     fn pwrite(&self, file: &Self::File, bytes: &[u8], offset: u64) -> Sys<usize>;
-    /// Reads at an offset; may read less; 0 at the end.
+    /// Reads at an offset, possibly less than all; returns the bytes read, 0 at the end.
     fn pread(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Sys<usize>;
     /// Allocates the first `bytes` bytes and makes the file that long, filled with zeros.
     fn fallocate(&self, file: &Self::File, bytes: u64) -> Sys<()>;
-    /// Sets the length.
+    /// Sets the length of the file.
     fn ftruncate(&self, file: &Self::File, bytes: u64) -> Sys<()>;
-    /// Makes the contents durable, and what is needed to find them in the file.
+    /// Makes the contents durable, with the metadata needed to read them.
     fn fdatasync(&self, file: &Self::File) -> Sys<()>;
     /// Tells the kernel that a range will be read soon.
     fn will_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
@@ -86,12 +86,12 @@ pub trait Disk: Send + Sync + 'static {
     fn map_for_lending(&self, _file: &Self::File, _bytes: u64) -> Sys<Mapping> {
         Err(Errno::NODEV)
     }
-    /// About how many bytes of a range lie in the page cache. Not every kernel can tell.
+    /// Returns about how many bytes of a range lie in the page cache. Not every kernel can tell.
     fn cached_bytes(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<u64>;
-    /// Whether a byte lies in the page cache. If not, the kernel begins to read its page, so that a later call finds
-    /// it.
+    /// Returns whether a byte lies in the page cache. If not, the kernel begins to read its page, so that a later call
+    /// finds it.
     fn reads_at_once(&self, file: &Self::File, offset: u64) -> Sys<bool>;
-    /// What an open file is.
+    /// Returns the attributes of an open file.
     fn fstat(&self, file: &Self::File) -> Sys<Stat>;
     /// Makes a directory's entries durable.
     fn fsync_dir(&self, path: &Path) -> Sys<()>;
@@ -99,23 +99,23 @@ pub trait Disk: Send + Sync + 'static {
     fn link(&self, from: &Path, to: &Path) -> Sys<()>;
     /// Renames to a name that must not exist.
     fn rename_noreplace(&self, from: &Path, to: &Path) -> Sys<()>;
-    /// Renames, replacing.
+    /// Renames a file and replaces the target.
     fn rename(&self, from: &Path, to: &Path) -> Sys<()>;
     /// Removes a name of a file.
     fn unlink(&self, path: &Path) -> Sys<()>;
     /// Removes an empty directory.
     fn rmdir(&self, path: &Path) -> Sys<()>;
-    /// The entries of a directory without `.` and `..`, in any order; links are not followed.
+    /// Lists a directory without `.` and `..`, in any order; links are not followed.
     fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>>;
-    /// What a path refers to; links are followed.
+    /// Returns the attributes of a path's target; links are followed.
     fn stat(&self, path: &Path) -> Sys<Stat>;
-    /// The free room of a path's file system.
+    /// Returns the free space of a path's file system.
     fn statvfs(&self, _path: &Path) -> Sys<Room> {
         Err(Errno::NOSYS)
     }
 }
 
-/// The machine's own file systems.
+/// File systems of this machine.
 #[derive(Clone, Copy, Debug)]
 pub struct RealDisk;
 

@@ -1,59 +1,60 @@
-//! What can go wrong, grouped by what the caller would do about it.
+//! Defines the errors, grouped by the caller's reaction.
 
 use std::time::Duration;
 
 use rustix::io::Errno;
 
-/// This crate's result.
+/// Result with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What the caller would do about an [`Error`].
+/// Kind of an [`Error`], by the caller's reaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// The object is not what was expected, such as shorter: use another one.
+    /// The object is not as expected, for example shorter: use another one.
     Corrupt,
-    /// There is no such object or directory.
+    /// No such object or directory exists.
     NotFound,
     /// The name is taken.
     Conflict,
-    /// No room, or another budget is used up: disk, quota, memory, open files.
+    /// Space or another budget is used up: disk, quota, memory, open files.
     Exhausted,
-    /// The storage cannot be reached or fails: may be tried again unless the error [is final](Error::is_final).
+    /// The storage cannot be reached or fails: retry, unless the error [is final](Error::is_final).
     Unavailable,
-    /// The storage, or this version, does not offer it.
+    /// The storage, or this version, does not offer the operation.
     Unsupported,
-    /// The call, the configuration or the permission is wrong: fix it.
+    /// The call, the configuration or the permission is wrong: correct it.
     Invalid,
     /// A defect of this crate.
     Internal,
 }
 
-/// A failed operation: which one, on what, why.
+/// A failed operation: which one, on which object, and why.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op} {name}: {message}")]
 pub struct Error {
-    /// What the caller would do about it.
+    /// Kind of the error.
     pub kind: Kind,
-    /// The operation that failed, such as `create` or `fsync`.
+    /// Operation that failed, such as `create` or `fsync`.
     pub op: &'static str,
-    /// The path or URL of what it failed on.
+    /// Path or URL of the object on which it failed.
     pub name: String,
-    /// What was found, and what was expected.
+    /// Description of what was expected and what was found.
     pub message: String,
-    /// Whether a retry of the same call would prove nothing: a kernel reports a failed write-back once, and forgets it.
+    /// `true` if a retry of the same call would prove nothing: a kernel reports a failed write-back once, and forgets
+    /// it.
     pub is_final: bool,
-    /// Of what may last longer than a moment, such as a service that is overloaded or away: how long the storage asks
-    /// to wait before a retry, zero if it does not say so.
+    /// Time that the storage asks to wait before a retry, zero if it gives none. `None` for errors that do not last,
+    /// unlike an overloaded or unreachable service.
     pub wait: Option<Duration>,
 }
 
 impl Error {
-    /// Puts an error together.
+    /// Makes an error from its parts.
     pub fn new(kind: Kind, op: &'static str, name: impl Into<String>, message: impl Into<String>) -> Self {
         Self { kind, op, name: name.into(), message: message.into(), is_final: false, wait: None }
     }
 
-    /// The same error, marked as not to be retried.
+    /// Returns the same error, marked as not to be retried.
     pub(crate) fn finally(self) -> Self {
         Self { is_final: true, ..self }
     }
@@ -63,7 +64,7 @@ impl Error {
     }
 }
 
-/// The kind of a system call's error.
+/// Returns the kind of a system call's error.
 pub(crate) fn kind_of(errno: Errno) -> Kind {
     match errno {
         Errno::NOENT | Errno::NOTDIR => Kind::NotFound,
@@ -89,7 +90,7 @@ pub(crate) fn kind_of(errno: Errno) -> Kind {
     }
 }
 
-/// The error of reading past an object's end.
+/// Returns the error of reading past an object's end.
 pub(crate) fn too_short(name: impl Into<String>, found: u64, offset: u64, length: usize) -> Error {
     let message = format!("expected {length} bytes at {offset}, found an object of {found} bytes");
     Error::new(Kind::Corrupt, "read", name, message)

@@ -1,18 +1,19 @@
-//! Object stores that are reached by requests: what S3, GCS and Azure have in common.
+//! Implements object stores that are reached by requests: the common part of S3, GCS and Azure.
 //!
 //! 1. *Write.* An object of one part is one request; a longer one is a multipart upload, begun by `create` and
-//!    completed by `finish`. Parts are sent from the writes' own memory, which is given back when no connection uses it
-//!    any more. The service proves each part by a checksum. Until it is complete an upload is invisible; one that is
-//!    given up is aborted.
-//! 2. *Publish* is a request that creates if absent. The client library repeats nothing. Whatever the answer is, it may
-//!    follow our own success or not: the object carries a random token in its metadata, and the publisher looks, and
-//!    compares it with its own. What the service cannot be asked about then may have been published.
-//! 3. *Read.* The first request brings the head of the object, its length and its version; all others ask for that
+//!    completed by `finish`. Parts are sent from the writes' own memory, which is returned once no connection uses it.
+//!    The service proves each part by a checksum. An upload is invisible until it is complete; one that fails is
+//!    aborted.
+//! 2. *Publish* is a request that creates if absent. The client library repeats nothing. Any answer may follow our own
+//!    success or not: the object carries a random token in its metadata, and the publisher reads it and compares it
+//!    with its own. If the service cannot be reached then, the object may have been published.
+//! 3. *Read.* The first request returns the head of the object, its length and its version; all others ask for that
 //!    version, so that an object that was replaced is an error and never a mixture.
-//! 4. *Names* are durable with their objects: `sync` has nothing to do. Directories are what names have in common.
+//! 4. *Names* are durable with their objects: `sync` has nothing to do. Directories are the common prefixes of names.
 //!
 //! [`upload`] sends an object, [`read`] reads it and [`list`] lists directories; [`network`] holds the connections,
-//! [`failure`] knows what refusals mean, and [`carried`] what no error repeats; a service's own file builds its client.
+//! [`failure`] interprets refusals, and [`carried`] collects values that no error may repeat. Each service's own file
+//! builds its client.
 
 mod carried;
 mod endpoint;
@@ -63,47 +64,47 @@ use upload::FarWriter;
 
 const MIB: u64 = 1 << 20;
 
-/// Reads that are made at a time at most, each on a thread: as many as a slow connection has use for.
+/// Maximum number of reads at a time, each on a thread: as many as a slow connection can use.
 const READS_MAX: usize = 32;
 
-/// The longest request of a read: 16 MiB and a gap. With 9 MiB loads took 1.17 times as long, the server's processor
-/// 1.07 times (medians of 13 rounds by turns, MinIO beside its clients).
+/// Longest request of a read, in bytes: 16 MiB and a gap. With 9 MiB loads took 1.17 times as long, the server's
+/// processor 1.07 times (medians of 13 alternating rounds, MinIO beside its clients).
 const REQUEST_BYTES: u64 = 17 * MIB;
 
-/// All services take parts from 5 MiB on, and 10,000 of them.
+/// Lengths of parts: all services take parts from 5 MiB on, and 10,000 of them.
 const PARTS: Parts = Parts { bytes_min: 8 * MIB, bytes_max: 64 * MIB, count_max: 10_000 };
 
 /// Bytes that the service copies in one request: few enough that it answers soon.
 const COPIED_BYTES: u64 = 256 * MIB;
 
-/// Requests to copy that are in flight.
+/// Maximum number of copy requests in flight.
 const COPIES_AT_A_TIME: usize = 8;
 
-/// Pauses between looks at a name whose publisher is in doubt.
+/// Pauses between reads of a name whose publisher is in doubt, in milliseconds.
 const LOOKS_MS: [u64; 4] = [100, 500, 2000, 5000];
 
-/// The metadata that says whose an object is: letters only, which all services take.
+/// Metadata key of the publisher's token: letters only, which all services take.
 const TOKEN: &str = "shardfasttoken";
 
-/// A client of a bucket.
+/// Client of a bucket.
 pub(crate) trait Client: ObjectStore + MultipartStore {}
 
 impl<T: ObjectStore + MultipartStore> Client for T {}
 
-/// Lists uploads that were begun and not completed, which the client library does not offer.
+/// Lists uploads that are begun and not completed, which the client library does not offer.
 #[async_trait::async_trait]
 pub(crate) trait ListUploads: Send + Sync {
-    /// Those of objects whose paths have this prefix: path, id, when they were begun.
+    /// Lists uploads of objects whose paths have this prefix: path, id, and time of beginning.
     async fn uploads(&self, prefix: &str) -> object_store::Result<Vec<(String, String, SystemTime)>>;
 }
 
-/// What else a service can do that the client library does not offer.
+/// Other operations of a service that the client library does not offer.
 #[async_trait::async_trait]
 pub(crate) trait Beyond: Send + Sync {
-    /// The CRC-64/NVME of a whole object that the service keeps.
+    /// Returns the CRC-64/NVME of a whole object that the service keeps.
     async fn kept_crc64(&self, path: &Path) -> object_store::Result<Option<u64>>;
 
-    /// The service, equal for buckets between which it copies, and the bucket.
+    /// Returns the service, equal for buckets between which it copies, and the bucket.
     fn place(&self) -> (String, String);
 
     /// Copies an object, `bucket/path`, inside the service.
@@ -132,49 +133,49 @@ pub(crate) trait Beyond: Send + Sync {
 
 /// A bucket at a service.
 pub(crate) struct Bucket {
-    /// Made by the service's own file.
+    /// Client that the service's own file made.
     pub(crate) client: Arc<dyn Client>,
     pub(crate) uploads: Option<Arc<dyn ListUploads>>,
     pub(crate) beyond: Option<Arc<dyn Beyond>>,
-    /// What new objects carry, such as their storage class.
+    /// Attributes of new objects, such as their storage class.
     pub(crate) attributes: Attributes,
-    /// The keys and tokens of its configuration, which no error repeats.
+    /// Keys and tokens of the configuration, which no error may repeat.
     pub(crate) secrets: Vec<String>,
-    /// Of a service that only says that it creates if absent: its name and the bucket's, under which it is remembered
-    /// once it was seen to.
+    /// Name of the service and the bucket, if the service claims to create if absent but must be tested: under this
+    /// name a passed test is remembered.
     pub(crate) untrusted: Option<String>,
-    /// Without it the client library asks for other credentials when they are due.
+    /// Called when the service rejects the credentials; `None`: the client renews by expiry.
     pub(crate) renew: Option<Renew>,
 }
 
-/// Forgets credentials that are older than the request that was refused; whether there will be others.
+/// Forgets credentials that are older than the rejected request; returns whether other ones will follow.
 pub(crate) type Renew = Arc<dyn Fn(Instant) -> bool + Send + Sync>;
 
-/// The client library does not retry: the engine does.
+/// Disables the client library's retries: the engine retries.
 pub(crate) fn once() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
-/// How a service's file builds its client; the connector is the HTTP client to use.
+/// Function with which a service's file builds its client from an HTTP client.
 type Build<'a> = &'a dyn Fn(Connector) -> Result<Bucket>;
 
 /// A prefix of a bucket as a [`Store`].
 pub(crate) struct FarStore {
     place: Arc<Place>,
-    /// The tokens of names whose publishing ended in doubt: who tries again has the same one.
+    /// Tokens of names whose publishing ended in doubt: a second try uses the same one.
     doubtful: Mutex<HashMap<String, String>>,
     shared: Arc<Shared>,
 }
 
-/// Where a store is, and how it is reached.
+/// Address of a store, with its client and network.
 struct Place {
     url: String,
-    /// Empty, or ending in `/`.
+    /// Prefix of all objects: empty, or ending in `/`.
     prefix: String,
     bucket: Bucket,
     network: Arc<Network>,
     requests: Mutex<Requests>,
-    /// Whether the service has taken the credentials of a request.
+    /// `true` once the service has accepted the credentials of a request.
     is_admitted: AtomicBool,
     pace: Pace,
     sending: Flow,
@@ -182,7 +183,7 @@ struct Place {
 }
 
 impl FarStore {
-    /// The store at `url`, whose objects have this prefix in the bucket that `build` opens.
+    /// Opens the store at `url`, whose objects have this prefix in the bucket that `build` opens.
     pub(crate) fn open(url: String, prefix: &str, shared: &Arc<Shared>, build: Build<'_>) -> Result<Arc<dyn Store>> {
         name::check_dir("open", &url, prefix)?;
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
@@ -203,11 +204,11 @@ impl FarStore {
         Ok(Arc::new(FarStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
     }
 
-    /// Lets two requests race that create one name if it is absent. Both have begun before either ends, since some
-    /// servers look at the condition at the beginning only, and then overwrite.
+    /// Races two requests that create one name if it is absent. Both begin before either ends, since some servers check
+    /// the condition at the beginning only, and then overwrite.
     fn race(&self) -> Result<()> {
         let (place, op) = (&self.place, "publish");
-        // What stays there after a crash is recognized by its name.
+        // An object that a crash leaves there is recognized by its name.
         let name = name::temporary()?;
         let (path, held) = (place.path(op, &name)?, Held::new(2));
         let key = Attribute::Metadata(TOKEN.into());
@@ -256,7 +257,7 @@ impl FarStore {
         self.doubtful.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A new random token, or that of an earlier try at this name whose outcome is unknown.
+    /// Returns a new random token, or that of an earlier try at this name whose outcome is unknown.
     fn token(&self, name: &str) -> Result<String> {
         if let Some(token) = self.doubtful().remove(name) {
             return Ok(token);
@@ -265,10 +266,10 @@ impl FarStore {
     }
 }
 
-/// What two requests race with.
+/// Size of the objects that two requests race with, in bytes.
 const PROBE_BYTES: usize = 256 << 10;
 
-/// Whether the service answered that the name is taken, or that two requests for it collided.
+/// Returns whether the service answered that the name is taken, or that two requests for it collided.
 fn is_refused(answer: &Answer) -> bool {
     matches!(answer.status, Some(StatusCode::PRECONDITION_FAILED | StatusCode::CONFLICT))
 }
@@ -284,7 +285,7 @@ impl Place {
         &*self.bucket.client
     }
 
-    /// Counts what a call has asked.
+    /// Adds the requests of a call to the counts.
     fn asked(&self, answer: &Answer) {
         let mut all = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
         let Requests { puts, gets, asked_again, heads, lists, deletes } = answer.requests;
@@ -310,7 +311,7 @@ impl Place {
         Path::parse(&path).map_err(|error| self.fail(Kind::Invalid, op, name, error.to_string()))
     }
 
-    /// The prefix of a directory, without a slash at its end; `None` for all of the bucket.
+    /// Returns the prefix of a directory, without a slash at its end; `None` for the whole bucket.
     fn dir(&self, op: &'static str, dir: &str) -> Result<Option<Path>> {
         name::check_dir(op, &self.url, dir)?;
         let path = format!("{}{dir}", self.prefix);
@@ -320,12 +321,12 @@ impl Place {
         }
     }
 
-    /// Makes a call of the client library.
+    /// Runs a call of the client library.
     fn call<T>(&self, op: &'static str, name: &str, call: impl Future<Output = object_store::Result<T>>) -> Result<T> {
         self.answered(op, name, call)?.map_err(|(error, _)| error)
     }
 
-    /// [`call`](Self::call), made again if its answer cannot be understood: a bit may have turned on the way.
+    /// Runs like [`call`](Self::call), and again if the answer cannot be parsed: a bit may have flipped on the way.
     fn call_twice<T, F: Future<Output = object_store::Result<T>>>(
         &self,
         op: &'static str,
@@ -342,7 +343,7 @@ impl Place {
         }
     }
 
-    /// [`call`](Self::call), with what the service answered beside the error.
+    /// Runs like [`call`](Self::call), and returns the service's answer beside the error.
     fn answered<T>(
         &self,
         op: &'static str,
@@ -361,7 +362,7 @@ impl Place {
         }
     }
 
-    /// The error of a request that began then.
+    /// Returns the error of a request that began at `began`.
     fn failed(&self, op: &'static str, name: &str, began: Instant, error: &ClientError, answer: &Answer) -> Error {
         let mut answer = answer.clone();
         self.bucket.secrets.iter().for_each(|secret| answer.carried.hold(secret));
@@ -369,8 +370,8 @@ impl Place {
         if failure::refuses_credentials(error, &answer) { self.renewed(found, began) } else { found }
     }
 
-    /// The error of a request whose credentials the service refuses: it passes if there will be others. Credentials
-    /// that were never taken are wrong.
+    /// Returns the error of a request whose credentials the service rejects: it is temporary if other credentials will
+    /// follow. Credentials that were never accepted are wrong.
     fn renewed(&self, error: Error, began: Instant) -> Error {
         let are_admitted = self.is_admitted.load(Ordering::Relaxed);
         if self.bucket.renew.as_ref().is_none_or(|renew| renew(began)) {
@@ -410,7 +411,7 @@ impl Place {
         }
     }
 
-    /// What an object is, and its first bytes.
+    /// Returns an object's metadata, and its first bytes.
     fn beginning(&self, name: &str, path: &Path, bytes: u64) -> Result<(ObjectMeta, Vec<u8>)> {
         // Each answer may be another version.
         let mut heads = [Vec::new(), Vec::new()];
@@ -437,7 +438,7 @@ impl Place {
     }
 }
 
-/// What all services allow for the name of an object, prefix included.
+/// Longest name of an object that all services allow, prefix included, in bytes.
 const KEY_BYTES_MAX: usize = 1024;
 
 impl Store for FarStore {
@@ -445,7 +446,7 @@ impl Store for FarStore {
         &self.place.url
     }
 
-    /// What suits the services: parts and requests long enough that their latency does not matter.
+    /// Returns needs that suit the services: parts and requests so long that latency does not matter.
     fn needs(&self) -> Needs {
         let in_flight = self.shared.far.reads_max;
         Needs {
@@ -536,7 +537,7 @@ impl Store for FarStore {
         let answered = place.answered(op, name, place.client().put_opts(&path, payload, options))?;
         let (error, may_come) = match answered {
             Ok(_) => (place.fail(Kind::Unavailable, op, name, "the service answered that it is there"), true),
-            // Of credentials that cannot be had: nothing was sent.
+            // Credentials are missing: nothing was sent.
             Err((error, answer)) if answer.host.is_empty() => return Err(error),
             Err((error, answer)) => {
                 let may_come = is_refused(&answer) || error.kind == Kind::Unavailable;
@@ -556,7 +557,7 @@ impl Store for FarStore {
         };
         let unsure = |why: String| {
             self.doubtful().insert(name.to_owned(), token.clone());
-            let message = format!("{why}; the object may have been published: look before doing it again");
+            let message = format!("{why}; the object may have been published: check for it before retrying");
             let wait = error.wait.or(Some(Duration::ZERO));
             Err(Error { wait, ..place.fail(Kind::Unavailable, op, name, message) })
         };
@@ -652,7 +653,7 @@ impl Store for FarStore {
     }
 }
 
-/// Deletes these objects, as far as they are there, many in one request where the service can.
+/// Deletes these objects, as far as they exist, many in one request if the service can.
 async fn delete_each(
     client: &dyn Client,
     paths: BoxStream<'static, object_store::Result<Path>>,
@@ -661,7 +662,7 @@ async fn delete_each(
     while let Some(deleted) = deleted.next().await {
         match deleted {
             Ok(_) | Err(ClientError::NotFound { .. }) => {}
-            // Of one of many the client library has the status in its text only.
+            // For one of many, the client library has the status in its text only.
             Err(error) if error.to_string().ends_with("(code: 404)") => {}
             Err(error) => return Err(error),
         }

@@ -1,4 +1,4 @@
-//! `gs://bucket/prefix`: Google Cloud Storage, by its XML interface.
+//! Opens `gs://bucket/prefix`: Google Cloud Storage, by its XML interface.
 //!
 //! Option: `endpoint`, a URL, for another server than Google's. Credentials come from where Google's tools keep them:
 //! `GOOGLE_APPLICATION_CREDENTIALS`, `GOOGLE_SERVICE_ACCOUNT` and so on, the file that `gcloud auth
@@ -17,13 +17,13 @@ use crate::{Error, Kind, Result, Shared, Store};
 
 use uploads::Uploads;
 
-/// The options of such a URL.
+/// Names of the URL's options.
 pub(crate) const OPTIONS: &[&str] = &["endpoint"];
 
-/// Where Google's own service is.
+/// URL of Google's own service.
 const GOOGLE: &str = "https://storage.googleapis.com";
 
-/// Opens `gs://bucket/prefix?option=value`.
+/// Opens the URL `gs://bucket/prefix?option=value`.
 pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let invalid = |message: String| Error::new(Kind::Invalid, "open", url.shown(), message);
     let (bucket, prefix) = url.bucket_and_prefix()?;

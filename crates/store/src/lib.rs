@@ -96,7 +96,7 @@ use place::Url;
 /// final](Error::is_final). A failed flush is: of an object's contents in `finish`, and of a directory wherever one is
 /// synced. A kernel forgets a failed write-back once it has reported it, so a second attempt proves nothing. Write the
 /// objects concerned again under other names. An error of `publish` leaves the name as it was, unless it is
-/// [`Kind::Unavailable`] and its message says that the object may have been published: look before doing it again. A
+/// [`Kind::Unavailable`] and its message says that the object may have been published: check for it before retrying. A
 /// failed `create` may have taken the name.
 ///
 /// **Stores around stores** hand on every method: none has a default that a wrapper could forget, and so bring a store
@@ -104,53 +104,53 @@ use place::Url;
 ///
 /// **Concurrency.** Every method may be called from any thread, and every name used by any number of processes.
 pub trait Store: Send + Sync {
-    /// The URL that [`open`] takes to reach this store again.
+    /// Returns the URL with which [`open`] reaches this store again.
     fn url(&self) -> &str;
 
-    /// What suits the storage; the same at every call.
+    /// Returns how objects are best written and read here; the same at every call.
     fn needs(&self) -> Needs;
 
-    /// What it has asked of a service so far.
+    /// Returns the numbers of requests that the store has made to a service so far.
     fn requests(&self) -> Requests;
 
-    /// Finds out whether [`publish`](Store::publish) can keep its contract here, as far as that can be known before.
+    /// Checks whether [`publish`](Store::publish) can keep its contract here, as far as that can be known before.
     ///
     /// # Errors
     /// [`Kind::Unsupported`] with the reason if the storage cannot create-if-absent atomically.
     fn can_publish(&self) -> Result<()>;
 
-    /// Begins the new object `name` of exactly `bytes` bytes, room for which is reserved where the backend can.
+    /// Begins the new object `name` of exactly `bytes` bytes, and reserves space for it if the backend can.
     ///
     /// # Errors
-    /// [`Kind::Conflict`] if the name is taken (a backend that can only tell at the end says so in `finish`),
-    /// [`Kind::Exhausted`] if there is no room, before a byte has been written.
+    /// [`Kind::Conflict`] if the name is taken (some backends detect that only in `finish`), [`Kind::Exhausted`] if
+    /// there is no space, before a byte has been written.
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>>;
 
-    /// Opens the object `name` for any number of reads, and returns its first `head_bytes` bytes, or all of it if it
-    /// is shorter: in one request where requests cost. Never waits for what is no object, such as a pipe. The reader
-    /// reads the object that was there now: after it was replaced it returns the same bytes, or an error.
+    /// Opens the object `name` for any number of reads, and returns its first `head_bytes` bytes, or all of it if it is
+    /// shorter; in one request, if requests cost. Never waits for something that is no object, such as a pipe. The
+    /// reader reads the object that existed now: after a replacement it returns the same bytes, or an error.
     ///
     /// # Errors
     /// [`Kind::NotFound`] if there is no such object; [`Kind::Corrupt`] if something that can be no object has the
     /// name, where the storage has such things: a directory, a pipe, a device.
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)>;
 
-    /// The length of the object `name`, from metadata alone, as it is now: what another machine did to the object
-    /// before the call is seen.
+    /// Returns the length of the object `name`, from metadata alone, as it is now: changes by other machines before the
+    /// call are seen.
     ///
     /// # Errors
     /// As [`open_head`](Store::open_head).
     fn size(&self, name: &str) -> Result<u64>;
 
-    /// The CRC-64/NVME of all of the object `name` that the service computed when it took the object, and keeps; `None`
-    /// if it keeps none. No byte of the object is read.
+    /// Returns the CRC-64/NVME of the whole object `name` that the service computed when it received the object, and
+    /// keeps; `None` if it keeps none. Reads no byte of the object.
     ///
     /// # Errors
     /// As [`open_head`](Store::open_head); [`Kind::Unsupported`] for storage that keeps none of any object.
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>>;
 
-    /// Stores the small object `name`, replacing what was there: readers see the old or the new one, whole. Durable,
-    /// name and contents, when it returns.
+    /// Stores the small object `name`, and replaces an existing one: readers see the old or the new one, whole.
+    /// Durable, name and contents, when it returns.
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
     /// Stores the small object `name` if there is none: atomic and durable as the contract says.
@@ -160,7 +160,8 @@ pub trait Store: Send + Sync {
     /// atomically; [`Kind::Unavailable`] with the words "may have been published" if that is unknown.
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
-    /// Where its objects are at a service that can copy them by itself; `None` where there is no such service.
+    /// Returns the place of the store's objects at a service that copies objects by itself; `None` without such a
+    /// service.
     fn location(&self) -> Option<Location>;
 
     /// Copies the object `source` of `bytes` bytes from a place of the same service to `name` here, without moving its
@@ -170,28 +171,29 @@ pub trait Store: Send + Sync {
     /// [`Kind::Unsupported`] where there is no such service; [`Kind::NotFound`] if there is no such object.
     fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()>;
 
-    /// Gives the object `from` of `bytes` bytes the name `name` as well, without moving its bytes through this process:
-    /// durable, name and contents, also those of an object that was never finished. What had the name is replaced:
-    /// readers see the old or the new one, whole. What happens to one of the two names later does not touch the other.
+    /// Gives the object `from` of `bytes` bytes the second name `name`, without moving its bytes through this process:
+    /// durable, name and contents, also those of an object that was never finished. An object that had the name is
+    /// replaced: readers see the old or the new one, whole. Later changes of one of the two names do not affect the
+    /// other.
     ///
     /// # Errors
-    /// [`Kind::Unsupported`] where the storage can do no such thing; [`Kind::NotFound`] if there is no such object.
+    /// [`Kind::Unsupported`] if the storage gives no second names; [`Kind::NotFound`] if there is no such object.
     fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()>;
 
-    /// Makes the writes that `writes` yields until there are no more, as many at a time and in the way that suits the
-    /// storage, into objects of this store. Buffers are dropped as soon as they are written; a failed write is
+    /// Makes the writes that `writes` yields until there are no more, into objects of this store. The storage chooses
+    /// how, and how many at a time. Buffers are dropped as soon as they are written; a failed write is
     /// [returned](Writes::failed) whole.
     ///
     /// # Errors
     /// The first error that `writes` does not accept; no write is taken after it, and none is in flight any more.
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()>;
 
-    /// Makes the names of finished objects durable, up to and including the way to the store's root. One call for many
-    /// objects is cheaper than many calls.
+    /// Makes the names of finished objects durable, and the directories from them up to the store's root. One call for
+    /// many objects is cheaper than many calls.
     fn sync(&self, names: &[&str]) -> Result<()>;
 
-    /// The entries of the directory `dir` (`""` is the root), sorted by name. Entries whose names this crate would
-    /// refuse are left out.
+    /// Lists the directory `dir` (`""` is the root), sorted by name. Entries whose names this crate refuses are left
+    /// out.
     ///
     /// # Errors
     /// [`Kind::NotFound`] if there is no such directory; also for an empty one in a backend without directories.
@@ -201,34 +203,34 @@ pub trait Store: Send + Sync {
     fn delete(&self, name: &str) -> Result<()>;
 
     /// Removes these objects, then those of these directories that are empty by then; durably but not atomically.
-    /// Removes nothing else: a directory with anything else in it stays. A missing object or directory is no error.
+    /// Removes nothing else: a directory with other entries stays. A missing object or directory is no error.
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()>;
 
     /// Removes the directory `dir` (not the root) and everything below it, durably but not atomically: a crash may
     /// leave any part of it. A missing directory is no error.
     fn delete_tree(&self, dir: &str) -> Result<()>;
 
-    /// Uploads into this store that were begun and not completed, by anyone. None where writers leave only objects,
-    /// and where the service drops uploads by itself.
+    /// Lists uploads into this store that are begun and not completed, by any process. Empty if writers leave only
+    /// objects, or if the service drops uploads by itself.
     fn uploads(&self) -> Result<Vec<Upload>>;
 
-    /// Ends an upload, and drops what was sent of it. One that is gone is no error.
+    /// Aborts an upload, and drops the parts that were sent. A missing upload is no error.
     fn abort_upload(&self, upload: &Upload) -> Result<()>;
 }
 
-/// What a storage says that keeps no checksums.
+/// Message of a storage that keeps no checksums.
 const NO_KEPT_CRC: &str = "this storage keeps no checksums of whole objects";
 
-/// What a storage says that copies nothing by itself.
+/// Message of a storage that copies nothing by itself.
 const NO_COPY: &str = "this storage does not copy objects by itself";
 
-/// What a storage says whose objects have one name each.
+/// Message of a storage whose objects have one name each.
 const NO_SECOND_NAME: &str = "this storage gives objects no second name";
 
-/// Writes in flight where each takes a thread: enough to keep a disk's queue busy.
+/// Number of writes in flight if each takes a thread: enough to keep a disk's queue busy.
 const WRITE_THREADS: usize = 4;
 
-/// How much of a small object is read with the request that opens it.
+/// Bytes of a small object that are read with the request that opens it.
 const READ_HEAD_BYTES: u64 = 8 << 20;
 
 impl dyn Store + '_ {
@@ -240,10 +242,10 @@ impl dyn Store + '_ {
         Ok(self.open_head(name, 0)?.0)
     }
 
-    /// The whole of the small object `name`.
+    /// Reads the whole small object `name`.
     ///
     /// # Errors
-    /// As [`Store::open_head`]; [`Kind::Invalid`] if it is larger than `bytes_max`, before memory is taken for more
+    /// As [`Store::open_head`]; [`Kind::Invalid`] if it is larger than `bytes_max`, before memory is allocated for more
     /// than its head.
     pub fn read(&self, name: &str, bytes_max: u64) -> Result<Vec<u8>> {
         let (object, mut contents) = self.open_head(name, bytes_max.min(READ_HEAD_BYTES))?;
@@ -263,71 +265,72 @@ impl dyn Store + '_ {
     }
 }
 
-/// An object in the making; see the [contract](Store#contract).
+/// An object that is being written; see the [contract](Store#contract).
 pub trait ObjectWriter: Send + Sync {
-    /// The writer of the storage itself, by which [`Store::write_all`] knows its own: a writer around another one
+    /// Returns the writer of the storage itself, which [`Store::write_all`] recognizes: a writer around another one
     /// returns that of the other.
     fn storage(&self) -> &dyn Any;
 
-    /// The alignment of the address, the offset and the length of `write_at`: each is a multiple of this power of two,
-    /// at most 4096. 1 if the backend needs none.
+    /// Returns the alignment of the address, the offset and the length of `write_at`, in bytes: a power of two, at most
+    /// 4096. 1 if the backend needs none.
     fn alignment(&self) -> usize;
 
     /// Writes all of `bytes` at `offset`. Any order, any thread; ranges of concurrent calls do not overlap.
     ///
-    /// Where the object's length is no multiple of the alignment, the caller pads the last write; `finish` cuts the
+    /// If the object's length is no multiple of the alignment, the caller pads the last write; `finish` cuts the
     /// padding off.
     ///
     /// # Errors
-    /// [`Kind::Invalid`] for what is misaligned or lies beyond the object's padded length.
+    /// [`Kind::Invalid`] for a range that is misaligned or exceeds the object's padded length.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Ends the object at its declared length and makes its contents durable. Bytes never written read as zeros. It is
-    /// the last call, unless it fails with an error that is not [final](Error::is_final).
+    /// Ends the object at its declared length and makes its contents durable. Bytes never written read as zeros. No
+    /// call may follow, unless it fails with an error that is not [final](Error::is_final).
     fn finish(&mut self) -> Result<()>;
 }
 
 /// An open object; see the [contract](Store#contract).
 pub trait ObjectReader: Send + Sync {
-    /// Its length when it was opened.
+    /// Returns the object's length when it was opened, in bytes.
     fn bytes(&self) -> u64;
 
-    /// What else there is to read it by where this machine's own memory caches it.
+    /// Returns further ways to read the object, if this machine's page cache caches it.
     fn page_cache(&self) -> Option<&dyn PageCache>;
 
-    /// Fills `buf` from `offset`, or fails. Any order, any thread. At an address that is a multiple of 4096 the storage
-    /// may be able to fill it without a copy.
+    /// Fills `buf` from `offset`, or fails. Any order, any thread. If the address of `buf` is a multiple of 4096, the
+    /// storage may fill it without a copy.
     ///
     /// # Errors
     /// [`Kind::Corrupt`] if the object ends before the range does.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 
-    /// [`read_at`](Self::read_at) of several ranges that lie near each other, by ascending offset; they may overlap.
-    /// One request where requests cost. After an error any part of the ranges may have been filled.
+    /// Reads several ranges that lie near each other like [`read_at`](Self::read_at), by ascending offset; they may
+    /// overlap. Makes one request, if requests cost. After an error any part of the ranges may have been filled.
     ///
     /// # Errors
     /// As [`read_at`](Self::read_at).
     fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()>;
 
-    /// A second [`read_at`](Self::read_at) after damage: in another way if there is one, from the medium.
+    /// Reads a range like [`read_at`](Self::read_at) again after damage: in another way if there is one, from the
+    /// medium.
     ///
     /// # Errors
     /// As [`read_at`](Self::read_at).
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 }
 
-/// The ways to read an object of a storage that this machine's memory caches.
+/// Ways to read an object of a storage that this machine's page cache caches.
 pub trait PageCache {
     /// Maps the whole object into memory, for reading.
     ///
     /// # Errors
-    /// [`Kind::Unsupported`] where the storage is no file system.
+    /// [`Kind::Unsupported`] if the storage is no file system.
     fn map(&self) -> Result<Mapping>;
 
     /// Announces that a range will be read soon, so that the storage may begin to fetch it. Returns at once.
     fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch;
 
-    /// How much of a range this machine has in memory already; `None` if unknown.
+    /// Returns how many bytes of a range this machine has in memory already; `None` if unknown.
     fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64>;
 
     /// Lends a range in this machine's memory, if reading it there is as safe as
@@ -336,7 +339,7 @@ pub trait PageCache {
     fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>>;
 }
 
-/// [`ObjectReader::read_ranges`] where each range is a read of its own.
+/// Implements [`ObjectReader::read_ranges`] with one read for each range.
 ///
 /// # Errors
 /// As [`ObjectReader::read_at`].
@@ -344,81 +347,80 @@ pub fn one_by_one(object: &dyn ObjectReader, ranges: &mut [(u64, &mut [u8])]) ->
     ranges.iter_mut().try_for_each(|(offset, buf)| object.read_at(*offset, buf))
 }
 
-/// The announcement of a range that will be read soon.
+/// Announcement of a range that will be read soon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Upcoming {
-    /// Whether other processes of this machine will read it too, so that it is kept for them.
+    /// `true` if other processes of this machine will read it too, so that it is kept for them.
     pub shared_on_host: bool,
-    /// Bytes around it that will all be [lent](PageCache::lend) as well; empty if this range will not be lent
-    /// either.
+    /// Range around it that will be [lent](PageCache::lend) as a whole; empty if this range will not be lent.
     pub lent: Range<u64>,
 }
 
-/// How a range that will be read soon comes into memory.
+/// Way in which an announced range comes into memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fetch {
-    /// It is in memory.
+    /// The range is in memory.
     Cached,
     /// The kernel has begun to fetch it.
     Begun,
-    /// [Lending](PageCache::lend) it fetches it, and waits.
+    /// [Lending](PageCache::lend) fetches it, and waits.
     WhenLent,
-    /// Reading it fetches it, and waits.
+    /// Reading fetches it, and waits.
     WhenRead,
 }
 
 impl Fetch {
-    /// Whether few threads suffice, since none waits for long.
+    /// Returns whether few threads suffice, since none waits for long.
     pub fn is_ahead(self) -> bool {
         matches!(self, Fetch::Cached | Fetch::Begun)
     }
 
-    /// Whether to lend it, with adjacent ranges, instead of reading it.
+    /// Returns whether to lend the range, with adjacent ranges, instead of reading it.
     pub fn is_to_be_lent(self) -> bool {
         matches!(self, Fetch::Cached | Fetch::WhenLent)
     }
 }
 
-/// One line of [`Store::list`].
+/// An entry of [`Store::list`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its name in the listed directory: one component.
+    /// Name in the listed directory: one component.
     pub name: String,
-    /// Whether it is a directory.
+    /// `true` for a directory.
     pub is_dir: bool,
-    /// Whether it is a link to an object or a directory elsewhere, so that operations below it act there.
+    /// `true` for a link to an object or a directory elsewhere, so that operations below it act there.
     pub is_link: bool,
-    /// The object's length; 0 for a directory.
+    /// Length of the object, in bytes; 0 for a directory.
     pub bytes: u64,
-    /// When it was last changed, by the store's own clock, which may not be this machine's; `None` for a directory
-    /// where directories are what names have in common.
+    /// Time of its last change, by the store's own clock, which may not be this machine's; `None` for a directory that
+    /// is only a common prefix of names.
     pub modified: Option<SystemTime>,
 }
 
-/// An upload that was begun and not completed: no list of objects shows it.
+/// An upload that is begun and not completed: no list of objects shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Upload {
-    /// The name of the object that it would become.
+    /// Name of the object that it would become.
     pub name: String,
-    /// What the service calls it.
+    /// Id of the upload at the service.
     pub id: String,
-    /// When it was begun, by the store's own clock.
+    /// Time of its beginning, by the store's own clock.
     pub begun: SystemTime,
 }
 
 /// A place at a service that copies objects by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Location {
-    /// The service: equal for places between which it copies.
+    /// Name of the service: equal for places between which it copies.
     pub service: String,
-    /// The bucket.
+    /// Name of the bucket.
     pub bucket: String,
-    /// What the names of objects begin with: empty, or ending in `/`.
+    /// Prefix of the objects' names: empty, or ending in `/`.
     pub prefix: String,
 }
 
-/// Shared by the stores of one program: on which devices names were claimed, and the client of far storage, which the
-/// first store that needs it makes.
+/// State that the stores of one program share: the devices on which names were claimed, and the client of far storage,
+/// which the first store that needs it makes.
 #[derive(Default)]
 pub struct Shared {
     claims: Arc<Claims>,
@@ -428,20 +430,20 @@ pub struct Shared {
 
 #[cfg(feature = "testing")]
 impl Shared {
-    /// What stores share in a test: a request of far storage in which nothing moves for so long is cut.
+    /// Makes the shared state of a test that aborts requests of far storage without progress for `still_max`.
     #[cfg(feature = "far")]
     pub fn impatient(still_max: std::time::Duration) -> Shared {
         Shared { far: far::Pool::impatient(still_max), ..Shared::default() }
     }
 
-    /// What stores share in a test whose requests all go to a simulated service.
+    /// Makes the shared state of a test whose requests all go to a simulated service.
     #[cfg(feature = "s3")]
     pub fn simulated(service: sims3::SimS3) -> Shared {
         Shared { far: far::Pool::simulated(Arc::new(service)), ..Shared::default() }
     }
 
-    /// [`simulated`](Shared::simulated), where objects have these parts, so many reads and small requests are made at a
-    /// time (with one, they have an order), and so many parts are sent at a time at most.
+    /// Makes the shared state of [`simulated`](Shared::simulated) with these parts of objects, and these maximum
+    /// numbers of reads and small requests (with one, they have an order) and of parts sent at a time.
     #[cfg(feature = "s3")]
     pub fn simulated_in_parts(service: sims3::SimS3, parts: Parts, reads_max: usize, sends_max: usize) -> Shared {
         Shared { far: far::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max), ..Shared::default() }
@@ -455,14 +457,14 @@ impl Shared {
 
 type OpenUrl = fn(Url<'_>, &Arc<Shared>) -> Result<Arc<dyn Store>>;
 
-/// A kind of URLs.
+/// Scheme of URLs, with its backend.
 pub(crate) struct Scheme {
     name: &'static str,
     options: &'static [&'static str],
     open: OpenUrl,
 }
 
-/// The backends. A new one is one file and one line here.
+/// Backends by scheme. A new one is one file and one line here.
 const SCHEMES: &[Scheme] = &[
     Scheme { name: "file", options: &[], open: local::open_url },
     Scheme { name: "memory", options: &[], open: memory::open_url },
@@ -474,10 +476,10 @@ const SCHEMES: &[Scheme] = &[
     Scheme { name: "s3", options: s3::OPTIONS, open: s3::open_url },
 ];
 
-/// Opens the store at `url`: `file:///path`, a plain path, `memory://bucket/path`, or
-/// `az://container/prefix`, `gs://bucket/prefix`, `s3://bucket/prefix`, which are reached over the network.
+/// Opens the store at `url`: `file:///path`, a plain path, `memory://bucket/path`, or `az://container/prefix`,
+/// `gs://bucket/prefix`, `s3://bucket/prefix`, which are reached over the network.
 ///
-/// Nothing is created: a path that does not exist yet comes into being with the first object.
+/// Creates nothing: a path that does not exist yet is created with the first object.
 ///
 /// # Errors
 /// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, an unknown option, a secret in
@@ -486,7 +488,7 @@ pub fn open(url: &str) -> Result<Arc<dyn Store>> {
     open_on(url, &Arc::default())
 }
 
-/// [`open`] with what stores share.
+/// Opens a store like [`open`], with the state that stores share.
 ///
 /// # Errors
 /// As [`open`].
@@ -497,11 +499,11 @@ pub fn open_on(url: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     }
 }
 
-/// The URL or path in a form that names the same place whatever the current directory is later, without a slash at the
-/// end: a path is made absolute, a URL with a scheme is that already. It reads nothing.
+/// Returns the URL or path in a form that does not depend on the current directory, without a slash at the end: a path
+/// is made absolute, a URL with a scheme stays. Reads no storage.
 ///
 /// # Errors
-/// As [`open`] for a URL that is not understood; [`Kind::Invalid`] where there is no current directory.
+/// As [`open`] for an invalid URL; [`Kind::Invalid`] if there is no current directory.
 pub fn absolute(url: &str) -> Result<String> {
     match place::absolute(url)? {
         Some(url) => Ok(url),

@@ -1,14 +1,14 @@
-//! The local file system, and what is mounted as one.
+//! Stores objects as files of a local file system, or one that is mounted like it.
 //!
-//! Objects are files below the root directory, with the same names. What makes them durable and atomic:
+//! Objects are files below the root directory, with the same names. These steps make them durable and atomic:
 //!
-//! 1. *Create.* The file is opened at its final name with `O_CREAT | O_EXCL`; directories that are missing on the way
-//!    are made first. `fallocate` gives it its length and its blocks, so that a full disk is found before the first
-//!    byte is written and parallel writes never extend the file.
-//! 2. *Write.* With `O_DIRECT` where a probe file in the store's own directory shows that the file system takes it;
-//!    through the page cache otherwise. Many writes are
-//!    kept in flight by one thread through `io_uring` where the kernel offers it, by several threads with `pwrite`
-//!    where it does not (seccomp) and for the page cache. Short writes and `EINTR` are continued.
+//! 1. *Create.* The file is opened at its final name with `O_CREAT | O_EXCL`; missing directories above it are made
+//!    first. `fallocate` gives it its length and its blocks, so that a full disk is found before the first byte is
+//!    written and parallel writes never extend the file.
+//! 2. *Write.* With `O_DIRECT` if a probe file in the store's own directory shows that the file system takes it,
+//!    through the page cache otherwise. One thread keeps many direct writes in flight through `io_uring`. If the kernel
+//!    does not offer that (seccomp), and for the page cache, several threads use `pwrite`. Short writes and `EINTR` are
+//!    continued.
 //! 3. *Finish.* `ftruncate` cuts off the padding of the last direct write; `fdatasync` makes the contents durable. A
 //!    write that failed may be made again: write(2) promises that the sync reports an earlier failed write-back, too. A
 //!    failed sync may not be repeated.
@@ -52,28 +52,28 @@ use crate::{
     WRITE_THREADS, name,
 };
 
-/// How often a directory is made again that was made and is gone: others remove empty directories.
+/// Number of times that a directory is made again after other processes removed it as empty.
 const EMPTIED_MAX: usize = 4;
 
-/// The alignment of direct I/O, here and on every device in use: a page.
+/// Alignment of direct I/O, in bytes, here and on every device in use: a page.
 const ALIGNMENT: usize = 4096;
 
-/// From this length on, write-back of a write through the page cache begins at once.
+/// Length of a write through the page cache, in bytes, from which its write-back begins at once.
 const WRITE_BACK_BYTES_MIN: usize = 1 << 20;
 
-/// From this length on a file is opened a second time, to be read past the page cache.
+/// Length of a file, in bytes, from which it is opened a second time, to be read past the page cache.
 const DIRECT_BYTES_MIN: u64 = 64 << 20;
 
-/// A block for the probe write.
+/// Block for the probe write.
 #[repr(align(4096))]
 struct Page([u8; ALIGNMENT]);
 
-/// Opens `file:///path`.
+/// Opens the URL `file:///path`.
 pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     open_path(&path_of(url)?, shared)
 }
 
-/// The path in `file:///path`.
+/// Returns the path in `file:///path`.
 fn path_of(url: Url<'_>) -> Result<String> {
     let invalid = |message| Error::new(Kind::Invalid, "open", format!("file://{}", url.location), message);
     let path = url.location.strip_prefix("localhost").unwrap_or(url.location);
@@ -83,13 +83,13 @@ fn path_of(url: Url<'_>) -> Result<String> {
     place::decoded(path).ok_or_else(|| invalid("expected percent-encoded UTF-8"))
 }
 
-/// Opens a plain path, absolute or relative to the current directory of this moment.
+/// Opens a plain path, absolute or relative to the current directory.
 pub(crate) fn open_path(path: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let store = LocalStore::on(RealDisk, absolute(path)?.into())?;
     Ok(Arc::new(LocalStore { claims: Arc::clone(&shared.claims), ..store }))
 }
 
-/// A path as seen from `/`, without a slash at the end.
+/// Returns a path as seen from `/`, without a slash at the end.
 pub(crate) fn absolute(path: &str) -> Result<String> {
     let invalid = |message: String| Error::new(Kind::Invalid, "open", path, message);
     if path.is_empty() || path.contains('\0') {
@@ -103,12 +103,12 @@ pub(crate) fn absolute(path: &str) -> Result<String> {
     })
 }
 
-/// Devices on which a name was claimed, which the stores of a process share: each device is tried once.
+/// Devices on which a name was claimed, shared by the stores of a process: each device is tried once.
 #[derive(Default)]
 pub struct Claims(Mutex<HashSet<u64>>);
 
 impl Claims {
-    /// Makes the attempt unless one succeeded on that device.
+    /// Makes the attempt unless one has succeeded on that device.
     fn expect(&self, device: u64, attempt: impl FnOnce() -> Result<()>) -> Result<()> {
         let known = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !known().contains(&device) {
@@ -125,32 +125,32 @@ pub struct LocalStore<D: Disk = RealDisk> {
     root: PathBuf,
     url: String,
     claims: Arc<Claims>,
-    /// Whether the file system takes `O_DIRECT`; tried before the first file is created.
+    /// Result of trying whether the file system takes `O_DIRECT`, before the first file is created.
     direct: OnceLock<bool>,
     above: Mutex<Above>,
     lending: Arc<Lending>,
 }
 
-/// The directories above the root.
+/// State of the directories above the root.
 #[derive(Default)]
 struct Above {
-    /// Whether they have been synced since this store last made one of them or the root.
+    /// `true` if they have been synced since this store last made one of them or the root.
     synced: bool,
-    /// Those in which this store made one.
+    /// Directories in which this store made one.
     made_in: BTreeSet<PathBuf>,
 }
 
 impl<D: Disk> LocalStore<D> {
-    /// The store at the absolute path `root` of `disk`. Creates nothing.
+    /// Opens the store at the absolute path `root` of `disk`. Creates nothing.
     ///
     /// # Errors
-    /// [`Kind::Invalid`] if the path is not UTF-8, or leads to or through something that is no directory.
+    /// [`Kind::Invalid`] if the path is not UTF-8, or is or passes through something that is no directory.
     pub fn on(disk: D, root: PathBuf) -> Result<Self> {
         let Some(path) = root.to_str() else {
             return Err(Error::new(Kind::Invalid, "open", root.to_string_lossy(), "expected a path in UTF-8"));
         };
         let url = format!("file://{}", place::encoded(path));
-        // The nearest thing that exists must be a directory.
+        // The nearest existing ancestor must be a directory.
         for place in root.ancestors() {
             match uninterrupted(|| disk.stat(place)) {
                 Ok(stat) if stat.kind == FileKind::Dir => break,
@@ -181,7 +181,7 @@ impl<D: Disk> LocalStore<D> {
         uninterrupted(|| f(&self.disk)).map_err(|errno| of_errno(op, path, errno))
     }
 
-    /// Makes the directory `dir` and all that are missing above it.
+    /// Makes the directory `dir` and all missing ones above it.
     fn make_dirs(&self, dir: &Path) -> Result<()> {
         let mut made = uninterrupted(|| self.disk.mkdir(dir));
         if let (Err(Errno::NOENT), Some(parent)) = (made, dir.parent()) {
@@ -201,7 +201,7 @@ impl<D: Disk> LocalStore<D> {
         Ok(())
     }
 
-    /// Whether files in `dir` can be written with `O_DIRECT`; the first call makes `dir` and tries it there.
+    /// Returns whether files in `dir` can be written with `O_DIRECT`; the first call makes `dir` and tries it there.
     fn takes_direct(&self, dir: &Path) -> Result<bool> {
         if let Some(&direct) = self.direct.get() {
             return Ok(direct);
@@ -225,12 +225,12 @@ impl<D: Disk> LocalStore<D> {
         }
     }
 
-    /// Opens a file for reading, and says what it is.
+    /// Opens a file for reading, and returns its attributes.
     fn open_file(&self, path: &Path) -> Result<(D::File, Stat)> {
         let not_a_file = || Err(failed(Kind::Corrupt, "open", path, "expected a file, found something else"));
         let file = match uninterrupted(|| self.disk.open_read(path, false)) {
             Ok(file) => file,
-            // A socket; or a server that is away.
+            // A socket; or a server that cannot be reached.
             Err(Errno::NXIO) if self.disk.stat(path).is_ok_and(|stat| stat.kind == FileKind::Other) => {
                 return not_a_file();
             }
@@ -240,7 +240,7 @@ impl<D: Disk> LocalStore<D> {
         if stat.kind == FileKind::File { Ok((file, stat)) } else { not_a_file() }
     }
 
-    /// Creates the file `path`, and the directories above it where they are missing.
+    /// Creates the file `path`, and missing directories above it.
     fn create_file(&self, path: PathBuf, bytes: u64, direct: bool) -> Result<LocalWriter<D>> {
         let mut created = uninterrupted(|| self.disk.create_new(&path, direct));
         for _ in 0..EMPTIED_MAX {
@@ -259,7 +259,8 @@ impl<D: Disk> LocalStore<D> {
         }
     }
 
-    /// Protocol 5.1 to 5.3: the bytes in a durable temporary file beside `target`, the way to which is durable too.
+    /// Performs steps 5.1 to 5.3: writes the bytes to a durable temporary file beside `target`, the way to which is
+    /// durable too.
     fn prepare(&self, name: &str, target: &Path, bytes: &[u8]) -> Result<LocalWriter<D>> {
         let dir = target.parent().unwrap_or(&self.root);
         let file = self.create_file(dir.join(name::temporary()?), bytes.len() as u64, false)?;
@@ -269,7 +270,7 @@ impl<D: Disk> LocalStore<D> {
         Ok(file)
     }
 
-    /// Protocol 5.4.
+    /// Performs step 5.4: gives the file its final name, unless it is taken.
     fn claim(&self, file: &LocalWriter<D>, target: &Path) -> Result<()> {
         let identity = self.call("publish", &file.path, |disk| disk.fstat(&file.file))?.identity;
         let mut claimed = uninterrupted(|| self.disk.rename_noreplace(&file.path, target));
@@ -291,7 +292,7 @@ impl<D: Disk> LocalStore<D> {
         }
     }
 
-    /// Protocol 4.
+    /// Performs step 4: syncs directories up to the root, and those above it.
     fn sync_dirs<'a>(&self, dirs: impl Iterator<Item = &'a str>) -> Result<()> {
         let dirs: BTreeSet<&str> = dirs.collect();
         for dir in dirs.into_iter().rev() {
@@ -566,7 +567,7 @@ impl<D: Disk> Store for LocalStore<D> {
     }
 }
 
-/// The directories from that of `name` up to the root.
+/// Returns the directories from that of `name` up to the root.
 fn above(name: &str) -> impl Iterator<Item = &str> {
     std::iter::successors(name::parent(name), |dir| name::parent(dir))
 }
@@ -597,8 +598,8 @@ fn of_errno(op: &'static str, path: &Path, errno: Errno) -> Error {
     Error::of_errno(op, path.to_string_lossy(), errno)
 }
 
-/// The error of a call that makes or fills a file of `bytes` bytes: without room it says how much this file needs, and
-/// how much is free.
+/// Returns the error of a call that makes or fills a file of `bytes` bytes. Without space it names the space that this
+/// file needs, and the free space.
 fn no_room<D: Disk>(disk: &D, op: &'static str, path: &Path, errno: Errno, bytes: u64) -> Error {
     let mut error = of_errno(op, path, errno);
     if matches!(errno, Errno::NOSPC | Errno::DQUOT) {
@@ -622,6 +623,6 @@ fn no_room<D: Disk>(disk: &D, op: &'static str, path: &Path, errno: Errno, bytes
 }
 
 fn ambiguous(target: &Path, errno: Errno) -> Error {
-    let message = format!("{errno}; the object may have been published: look before doing it again");
+    let message = format!("{errno}; the object may have been published: check for it before retrying");
     failed(Kind::Unavailable, "publish", target, message)
 }

@@ -1,4 +1,4 @@
-//! Objects mapped into memory: read without a copy, as a whole or while a range lies in the page cache.
+//! Maps objects into memory, to read them without a copy: as a whole, or while a range lies in the page cache.
 
 use std::ffi::c_void;
 use std::ops::{Deref, Range};
@@ -10,24 +10,24 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::sys::{Errno, Sys};
 
-/// File systems with cached pages of this machine's own: no server invalidates them while they are read. By
+/// File systems whose cached pages belong to this machine: no server invalidates them while they are read. By
 /// `linux/magic.h`: ext4, XFS, Btrfs, F2FS, tmpfs.
 const OWN_FILE_SYSTEMS: [u32; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x0102_1994];
 
-/// What one fault brings from the device where memory is mapped in huge pages, at multiples of itself.
+/// Bytes that one fault reads from the device if memory is mapped in huge pages; aligned to itself.
 pub(crate) const UNIT_BYTES: u64 = 2 << 20;
 
-/// Bytes given back that are unmapped together.
+/// Bytes of returned ranges that are unmapped together.
 const MAPPED_BYTES_MAX: usize = 8 << 20;
 
-/// An object's bytes as they lie in the page cache; unmapped when dropped.
+/// Bytes of an object as they lie in the page cache; unmapped when dropped.
 ///
-/// The object must not change, as is the case once it is finished: reading bytes that were truncated meanwhile, or that
+/// The object must not change, which holds once it is finished: reading bytes that were truncated meanwhile, or that
 /// the device cannot read, ends the process.
 pub struct Mapping {
     address: NonNull<c_void>,
     bytes: usize,
-    /// Whether a page that is not in the page cache comes with all of its [`UNIT_BYTES`], and with no more.
+    /// `true` if a fault on a page that is not cached reads exactly its [`UNIT_BYTES`].
     fetches_units: bool,
 }
 
@@ -44,7 +44,7 @@ impl Mapping {
         Mapping::with(file, bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
     }
 
-    /// For [`Lending`].
+    /// Maps a file for [`Lending`].
     ///
     /// # Errors
     /// `ENOTSUP` if a server may invalidate the cached pages of a file.
@@ -62,7 +62,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Whether a page that is not in the page cache comes with all of its [`UNIT_BYTES`], and with no more.
+    /// Returns whether a fault on a page that is not cached reads exactly its [`UNIT_BYTES`].
     pub(crate) fn fetches_units(&self) -> bool {
         self.fetches_units
     }
@@ -78,7 +78,7 @@ impl Mapping {
         Ok(Mapping { address: NonNull::new(address).ok_or(Errno::NOMEM)?, bytes, fetches_units: false })
     }
 
-    /// `pages`: whole ones, of the mapping.
+    /// Advises the kernel about `pages`, which must be whole ones, of the mapping.
     #[allow(unsafe_code)]
     fn advise(&self, pages: &Range<usize>, advice: Advice) -> Sys<()> {
         if pages.is_empty() {
@@ -109,7 +109,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Whether the kernel reads a whole huge page where one is mapped and a part of it is missing: Linux 5.18 does,
+/// Returns whether the kernel reads a whole huge page where one is mapped and a part of it is missing: Linux 5.18 does,
 /// whatever pages the file system can have. With larger base pages a huge page is too much to read.
 fn faults_bring_units() -> bool {
     let uname = rustix::system::uname();
@@ -118,7 +118,7 @@ fn faults_bring_units() -> bool {
     (numbers.next(), numbers.next()) >= (Some(5), Some(18)) && rustix::param::page_size() == 4096
 }
 
-/// Ranges of mapped files, lent while they lie in the page cache.
+/// Lender of ranges of mapped files, which it checks to be in the page cache.
 ///
 /// Mapped bytes count as this process's memory, so returned ranges are unmapped, many at a time: each unmapping
 /// interrupts all cores that run this process.
@@ -127,7 +127,7 @@ pub(crate) struct Lending {
     given_back: Mutex<Option<GivenBack>>,
 }
 
-/// What is to be unmapped, of one mapping: also what is lent again by then, which the kernel maps again.
+/// Returned ranges of one mapping that are to be unmapped, also those lent again by then, which the kernel maps again.
 struct GivenBack {
     mapping: Arc<Mapping>,
     pages: Range<usize>,
@@ -145,12 +145,12 @@ impl GivenBack {
 }
 
 impl Lending {
-    /// A range with all of its pages in place: the kernel has looked for each of them, and an object that was cut short
-    /// or a page that cannot be read is an error here instead of a signal there.
+    /// Lends a range with all of its pages in memory: the kernel has checked each of them. An object that was truncated
+    /// or a page that cannot be read is an error here instead of a signal on access.
     ///
     /// # Errors
-    /// `EFAULT` when the object ends before, or cannot be read; `EINVAL` before Linux 5.14, and for a range that is not
-    /// the mapping's.
+    /// `EFAULT` when the object ends before, or cannot be read; `EINVAL` before Linux 5.14, and for a range outside the
+    /// mapping.
     pub(crate) fn lend<'a>(&'a self, mapping: &Arc<Mapping>, range: Range<usize>) -> Sys<Lent<'a>> {
         if range.start > range.end || range.end > mapping.bytes {
             return Err(Errno::INVAL);
@@ -180,7 +180,7 @@ impl Lending {
     }
 }
 
-/// A range of an object as it lies in this machine's memory.
+/// A range of an object in this machine's memory.
 ///
 /// Its pages were in memory when it was lent. While it lives, reading it raises a signal that ends the process only if
 /// another process truncates the finished object, or if the kernel evicts a page that was just used, and then cannot
@@ -225,7 +225,7 @@ mod tests {
 
     const PAGE: usize = 4096;
 
-    /// A file of `bytes` bytes, the first of them `contents`; `None` where it cannot be lent.
+    /// Makes a file of `bytes` bytes, the first of them `contents`; `None` if it cannot be lent.
     fn file(contents: &[u8], bytes: usize) -> Option<(tempfile::TempDir, File, Arc<Mapping>)> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
@@ -265,7 +265,7 @@ mod tests {
         assert_eq!(lending.lend(&mapping, 6 * PAGE..7 * PAGE).err(), Some(Errno::FAULT));
     }
 
-    /// Resident bytes of the mapping at `address`, by `/proc`.
+    /// Returns the resident bytes of the mapping at `address`, by `/proc`.
     fn resident(address: usize) -> usize {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let of_mapping = maps.lines().skip_while(|line| !line.starts_with(&format!("{address:x}-")));

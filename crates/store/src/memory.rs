@@ -1,4 +1,5 @@
-//! The `memory://bucket/path` backend: objects in this process's memory, for tests, demonstrations and notebooks.
+//! Implements the `memory://bucket/path` backend: objects in this process's memory, for tests, demonstrations and
+//! notebooks.
 //!
 //! Two handles on one bucket share its objects, and `memory://b/run` holds as `step/x` what `memory://b` holds as
 //! `run/step/x`, just as two paths of a file system would.
@@ -16,15 +17,15 @@ use crate::{
     Shared, Store, Upcoming, Upload, WRITE_THREADS, name, one_by_one,
 };
 
-/// The buckets of this process. A URL is a name known to the whole process, so what it names has to be found from
-/// anywhere in it: this is the crate's only global. A bucket lives until the process ends.
+/// Buckets of this process. A URL is valid in the whole process, so its bucket must be found from anywhere in it: this
+/// is the crate's only global. A bucket lives until the process ends.
 static BUCKETS: LazyLock<Mutex<BTreeMap<String, Arc<Bucket>>>> = LazyLock::new(Mutex::default);
 
 #[derive(Default)]
 struct Bucket(Mutex<BTreeMap<String, Slot>>);
 
 enum Slot {
-    /// The name is taken by a writer that has not finished.
+    /// A name taken by a writer that has not finished.
     Unfinished(SystemTime),
     Object(Arc<Vec<u8>>, SystemTime),
 }
@@ -45,11 +46,11 @@ impl Bucket {
 struct MemoryStore {
     url: String,
     bucket: Arc<Bucket>,
-    /// What the URL names in the bucket: empty, or ending in `/`.
+    /// Prefix of the URL in the bucket: empty, or ending in `/`.
     prefix: String,
 }
 
-/// Opens `memory://bucket/path`.
+/// Opens the URL `memory://bucket/path`.
 pub(crate) fn open_url(url: Url<'_>, _: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let shown = format!("memory://{}", url.location);
     let location = place::decoded(url.location.trim_end_matches('/'))

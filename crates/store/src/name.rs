@@ -1,4 +1,4 @@
-//! Which names a store takes, whatever its backend would take.
+//! Checks the names that a store takes, the same for all backends.
 
 use crate::{Error, Kind, Result};
 
@@ -18,7 +18,7 @@ pub(crate) fn check_dir(op: &'static str, url: &str, dir: &str) -> Result<()> {
     if dir.is_empty() { Ok(()) } else { check(op, url, dir) }
 }
 
-/// The name of the directory that holds `name`; the root is `""` and has none.
+/// Returns the directory that holds `name`; the root is `""` and has none.
 pub(crate) fn parent(name: &str) -> Option<&str> {
     match name.rsplit_once('/') {
         Some((dir, _)) => Some(dir),
@@ -27,10 +27,10 @@ pub(crate) fn parent(name: &str) -> Option<&str> {
     }
 }
 
-/// How the names of temporary objects begin, in all backends; 16 hex digits follow.
+/// Prefix of the names of temporary objects, in all backends; 16 hex digits follow.
 const TEMPORARY: &str = ".tmp-";
 
-/// A new name for a temporary object, which [`is_temporary`] recognizes.
+/// Makes a new name for a temporary object, which [`is_temporary`] recognizes.
 ///
 /// # Errors
 /// [`Kind::Internal`] if this machine has no random numbers.
@@ -39,8 +39,8 @@ pub fn temporary() -> Result<String> {
     Ok(format!("{TEMPORARY}{random:016x}"))
 }
 
-/// Whether an entry's name is one that [`temporary`] gives: an object that a crash left, if not one of a call that is
-/// under way.
+/// Returns whether a name is one that [`temporary`] makes: an object that a crash left, or that a call in progress
+/// uses.
 pub fn is_temporary(name: &str) -> bool {
     let digits = name.strip_prefix(TEMPORARY).unwrap_or_default();
     digits.len() == 16 && digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))

@@ -1,95 +1,93 @@
-//! What a storage needs and offers, said beforehand as plain data, so that its users need not know which one it is.
+//! Describes what a storage needs and offers, as plain data, so that callers need not know which storage it is.
 
 use std::ops::Range;
 
-/// What suits a storage: how its objects are written and read.
+/// Ways in which objects of a storage are best written and read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Needs {
-    /// In which pieces an object is written.
+    /// Pieces in which an object is written.
     pub pieces: Pieces,
-    /// How objects are read.
+    /// Preferences for reads.
     pub reads: ReadNeeds,
-    /// Whether [`create`](crate::Store::create) or [`finish`](crate::ObjectWriter::finish) refuses a name that is
-    /// taken. Where not, whoever writes an object makes sure that its name is new.
+    /// `true` if [`create`](crate::Store::create) or [`finish`](crate::ObjectWriter::finish) refuses a name that is
+    /// taken. If `false`, the writer must ensure that the name is new.
     pub refuses_taken_names: bool,
-    /// Whether a [list](crate::Store::list) tells at once which objects there are and how long they are, whoever wrote
-    /// them, so that one request asks for many.
+    /// `true` if a [list](crate::Store::list) is always current, with names and lengths of objects of all writers, so
+    /// that one request replaces many.
     pub lists_are_current: bool,
 }
 
-/// In which pieces an object is written.
+/// Pieces in which an object is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pieces {
-    /// Any, aligned as the [writer](crate::ObjectWriter::alignment) asks.
+    /// Pieces of any length, aligned as the [writer](crate::ObjectWriter::alignment) asks.
     Any,
-    /// In parts of one length, the last one shorter, each of them in one write, in any order. All of them must be
-    /// written. How many of them are written at a time is up to the storage, which
-    /// [takes](crate::Store::write_all) the writes, and makes each from its beginning to its end: so a storage that
-    /// only appends has no other needs.
+    /// Parts of one length, the last one shorter, each in one write, in any order. All of them must be written. The
+    /// storage chooses how many are written at a time: it [takes](crate::Store::write_all) the writes, and makes each
+    /// from its beginning to its end. So a storage that only appends has no other needs.
     Parts(Parts),
 }
 
-/// The lengths of parts.
+/// Lengths of parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parts {
-    /// The shortest part, in bytes, but for the last one of an object.
+    /// Shortest part, in bytes, except for the last one of an object.
     pub bytes_min: u64,
-    /// The longest part that is of use, in bytes.
+    /// Longest part that is of use, in bytes.
     pub bytes_max: u64,
-    /// The most parts of an object.
+    /// Maximum number of parts of an object.
     pub count_max: u64,
 }
 
-/// So many parts of an object suffice to keep a connection pool busy: longer objects get longer parts, in fewer
-/// requests.
+/// Number of parts of an object that keep a connection pool busy: longer objects get longer parts, in fewer requests.
 const PARTS_WANTED: u64 = 128;
 
 impl Parts {
-    /// The length of the parts of an object of `bytes` bytes: a multiple of the shortest one.
+    /// Returns the length of the parts of an object of `bytes` bytes: a multiple of the shortest one.
     pub fn of(&self, bytes: u64) -> u64 {
         let wanted = bytes.div_ceil(PARTS_WANTED).next_multiple_of(self.bytes_min);
         wanted.clamp(self.bytes_min, self.bytes_max)
     }
 
-    /// The longest object.
+    /// Returns the length of the longest object, in bytes.
     pub fn object_bytes_max(&self) -> u64 {
         self.bytes_max.saturating_mul(self.count_max)
     }
 }
 
-/// How objects are read.
+/// Preferences for reading objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadNeeds {
-    /// Ranges of one object that are at most so far from each other are read in one request.
+    /// Largest gap, in bytes, between ranges of one object that are read in one request.
     pub gap_bytes: u64,
-    /// How long such a request becomes at most; 0 where requests cost nothing, and each range is one.
+    /// Longest such request, in bytes; 0 if requests cost nothing, and each range is one.
     pub request_bytes: u64,
-    /// Reads in flight, if none is announced ahead.
+    /// Number of reads in flight, if none is announced ahead.
     pub in_flight: usize,
 }
 
-/// Of the bytes of a request, one in so many may be unwanted.
+/// Share of a request's bytes that may be unwanted: one in 12.
 const GAPS_SHARE: u64 = 12;
 
 impl ReadNeeds {
-    /// Whether ranges of one object that span `whole`, the last one `gap` bytes behind the others, are read in one
-    /// request, of which `unwanted` bytes are in no range.
+    /// Returns whether ranges of one object that span `whole`, the last one `gap` bytes after the others, are read in
+    /// one request, of which `unwanted` bytes are in no range.
     pub fn joins(&self, whole: Range<u64>, gap: u64, unwanted: u64) -> bool {
         let bytes = whole.end - whole.start;
         gap <= self.gap_bytes && bytes <= self.request_bytes && unwanted.saturating_mul(GAPS_SHARE) <= bytes
     }
 }
 
-/// Requests that a store has made since it was opened, by kind; none where storage takes no requests.
+/// Numbers of requests that a store has made since it was opened, by kind; zero if storage takes no requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Requests {
-    /// Objects or parts that were sent, uploads that were begun and completed.
+    /// Objects or parts sent, and uploads begun and completed.
     pub puts: u64,
     /// Ranges that were read.
     pub gets: u64,
-    /// Of these, requests for a range whose first answer was late.
+    /// Requests among `gets` for a range whose first answer was late.
     pub asked_again: u64,
-    /// Questions for an object's length.
+    /// Requests for an object's length.
     pub heads: u64,
     /// Pages of lists.
     pub lists: u64,
@@ -98,7 +96,7 @@ pub struct Requests {
 }
 
 impl Needs {
-    /// Those of storage that this machine reads and writes itself.
+    /// Needs of storage that this machine reads and writes itself.
     pub const LOCAL: Needs = Needs {
         pieces: Pieces::Any,
         reads: ReadNeeds { gap_bytes: 0, request_bytes: 0, in_flight: 8 },

@@ -1,7 +1,7 @@
-//! Where a store is: a path, or a URL that consists of a scheme, a location and options.
+//! Parses the place of a store: a path, or a URL with scheme, location and options.
 //!
-//! `scheme://location?option=value&option=value`. In a URL, `%`, `?` and what else may not stand there are
-//! percent-encoded; a path is taken as it is. This is the only file that knows how a name is put behind a place.
+//! A URL is `scheme://location?option=value&option=value`, with `%`, `?` and other reserved characters percent-encoded;
+//! a path is taken as it is. This is the only file that knows how a name is appended to a place.
 
 use std::borrow::Cow;
 
@@ -10,17 +10,17 @@ use crate::{Error, Kind, Result, SCHEMES, Scheme};
 /// Words in the names of options that carry secrets.
 const SECRETS: [&str; 7] = ["key", "secret", "token", "password", "credential", "signature", "sas"];
 
-/// A URL, taken apart.
+/// Parts of a URL.
 #[derive(Clone, Copy)]
 pub(crate) struct Url<'a> {
     pub(crate) scheme: &'a str,
-    /// Percent-encoded.
+    /// Location of the store, percent-encoded.
     pub(crate) location: &'a str,
     query: Option<&'a str>,
 }
 
 impl<'a> Url<'a> {
-    /// The parts of a URL; `None` for a path.
+    /// Splits a URL; returns `None` for a path.
     pub(crate) fn of(url: &'a str) -> Option<Url<'a>> {
         let (scheme, rest) = url.split_once(':').filter(|(scheme, _)| is_scheme(scheme))?;
         let rest = rest.strip_prefix("//")?;
@@ -36,7 +36,7 @@ impl<'a> Url<'a> {
         format!("{}://{location}{query}", self.scheme)
     }
 
-    /// The location without slashes at its end, apart from the root's.
+    /// Returns the location without slashes at its end, except the root's.
     fn trimmed(self) -> &'a str {
         match self.location.trim_end_matches('/') {
             "" if self.location.starts_with('/') => "/",
@@ -44,14 +44,14 @@ impl<'a> Url<'a> {
         }
     }
 
-    /// The URL for a message: without what may be a secret.
+    /// Returns the URL for a message: without anything that may be a secret.
     pub(crate) fn shown(self) -> String {
         let (authority, path) = self.location.split_at(self.location.find('/').unwrap_or(self.location.len()));
         let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
         format!("{}://{host}{path}", self.scheme)
     }
 
-    /// The scheme's backend, if all of the URL is understood.
+    /// Returns the scheme's backend, if the whole URL is valid.
     pub(crate) fn understood(self) -> Result<&'static Scheme> {
         let fail = |kind, message| Err(Error::new(kind, "open", self.shown(), message));
         let Some(scheme) = known(self.scheme) else {
@@ -82,7 +82,7 @@ impl<'a> Url<'a> {
         if let Some(name) = names().enumerate().find_map(|(i, name)| names().skip(i + 1).find(|&next| next == name)) {
             return fail(Kind::Invalid, format!("expected each option once, found {name:?} twice"));
         }
-        // Of what is no percent-encoded text, `options` says so.
+        // Text that is not percent-encoded is reported by `options`.
         let values =
             || options().filter_map(|option| Some((option.split_once('=')?.0, decoded(option.split_once('=')?.1)?)));
         if let Some((name, _)) = values().find(|(_, value)| value.contains(char::is_control)) {
@@ -95,7 +95,7 @@ impl<'a> Url<'a> {
         Ok(scheme)
     }
 
-    /// The options by name, percent-decoded.
+    /// Returns the options by name, percent-decoded.
     #[cfg(feature = "far")]
     pub(crate) fn options(self) -> Result<Vec<(String, String)>> {
         let of_text = |option: &str| {
@@ -111,7 +111,7 @@ impl<'a> Url<'a> {
         options.map(option).collect()
     }
 
-    /// The bucket, and the prefix in it without slashes around it, percent-decoded.
+    /// Returns the bucket, and the prefix in it without slashes around it, percent-decoded.
     #[cfg(feature = "far")]
     pub(crate) fn bucket_and_prefix(self) -> Result<(String, String)> {
         let invalid = |message: &str| Error::new(Kind::Invalid, "open", self.shown(), message);
@@ -123,13 +123,13 @@ impl<'a> Url<'a> {
         Ok((bucket.to_owned(), prefix.to_owned()))
     }
 
-    /// The URL in its usual form, without a slash at the end.
+    /// Returns the URL in its usual form, without a slash at the end.
     pub(crate) fn usual(self) -> String {
         self.with(self.trimmed())
     }
 }
 
-/// Whether a value is a URL with a user or a password before its host.
+/// Returns whether a value is a URL with a user or a password before its host.
 fn has_user(value: &str) -> bool {
     let authority = value.split_once("//").and_then(|(_, rest)| rest.split(['/', '?', '#']).next());
     authority.is_some_and(|authority| authority.contains('@'))
@@ -144,7 +144,7 @@ fn known(scheme: &str) -> Option<&'static Scheme> {
     SCHEMES.iter().find(|known| known.name.eq_ignore_ascii_case(scheme))
 }
 
-/// The scheme of a URL that is understood; `None` for a path.
+/// Returns the scheme of a valid URL; `None` for a path.
 ///
 /// # Errors
 /// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, an option that the scheme does
@@ -161,7 +161,7 @@ pub(crate) fn scheme_of(url: &str) -> Result<Option<&'static Scheme>> {
     }
 }
 
-/// The URL in its usual form, which names the same place whatever the current directory is later; `None` for a path.
+/// Returns the URL in its usual form, which does not depend on the current directory; `None` for a path.
 ///
 /// # Errors
 /// As [`scheme_of`].
@@ -170,7 +170,7 @@ pub(crate) fn absolute(url: &str) -> Result<Option<String>> {
     Ok(Url::of(url).map(Url::usual))
 }
 
-/// The place of `name`, a name below the URL or path `url`; `""` is the place itself.
+/// Appends `name`, a name below it, to the URL or path `url`; `""` is the place itself.
 pub fn join(url: &str, name: &str) -> String {
     let below = |location: &str, name: &str| match location {
         _ if name.is_empty() => location.to_owned(),
@@ -186,8 +186,7 @@ pub fn join(url: &str, name: &str) -> String {
     }
 }
 
-/// The place of the directory that holds what is at `url`, and its name there: the reverse of [`join`]. `None` for a
-/// root.
+/// Splits the place `url` into its directory and its name there: the reverse of [`join`]. Returns `None` for a root.
 pub fn split(url: &str) -> Option<(String, String)> {
     let Some(parts) = Url::of(url) else {
         let path = url.trim_end_matches('/');
@@ -202,12 +201,12 @@ pub fn split(url: &str) -> Option<(String, String)> {
     Some((parts.with(if dir.is_empty() { "/" } else { dir }), decoded(name)?))
 }
 
-/// What stands in a URL for a path or a name.
+/// Encodes a path or a name for a URL.
 pub(crate) fn encoded(text: &str) -> Cow<'_, str> {
     if text.contains(['%', '?']) { text.replace('%', "%25").replace('?', "%3F").into() } else { text.into() }
 }
 
-/// The path or the name for which this stands in a URL; `None` if it is no percent-encoded UTF-8.
+/// Decodes a path or a name of a URL; returns `None` if it is no percent-encoded UTF-8.
 pub(crate) fn decoded(text: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();

@@ -1,4 +1,4 @@
-//! Writes in flight: the interface of a queue of them.
+//! Defines the interface of a queue of writes in flight.
 
 use std::ops::Range;
 
@@ -7,28 +7,28 @@ use crate::write::Buffer;
 
 /// A write in flight.
 pub struct Flight {
-    /// The memory.
+    /// Memory to write from.
     pub buffer: Box<dyn Buffer>,
-    /// The part of it that is to be written.
+    /// Range of the memory to write.
     pub range: Range<usize>,
-    /// To which offset of the file.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// Which of its owner's writes it belongs to.
+    /// Number of the owner's write that this one is a part of.
     pub write: usize,
 }
 
-/// A queue of writes: memory goes in, and comes back with the outcome, in any order.
+/// A queue of writes: takes memory, and returns it with the outcome, in any order.
 pub trait Ring {
-    /// An open file.
+    /// Handle of an open file.
     type File;
 
-    /// Begins a write.
+    /// Begins a write in flight.
     ///
     /// # Errors
-    /// `EBUSY` when as many are in flight as the queue was made for; anything else is the end of the queue.
+    /// `EBUSY` when as many are in flight as the queue was made for; any other error is the end of the queue.
     fn submit(&mut self, file: &Self::File, flight: Flight) -> Sys<()>;
 
-    /// Waits for a write, at least one of which must be in flight: how many bytes it took, or why it took none.
+    /// Waits for a write, at least one of which must be in flight; returns how many bytes it took, or why it took none.
     ///
     /// # Errors
     /// The end of the queue.

@@ -1,10 +1,10 @@
-//! `s3://bucket/prefix`: Amazon S3, and what speaks its protocol.
+//! Opens `s3://bucket/prefix`: Amazon S3, and services with its protocol.
 //!
 //! Options: `endpoint` (a URL, for other services than Amazon's), `region`, `storage_class` of new objects, and
 //! `addressing`: `path` (`https://endpoint/bucket/name`, the default with an endpoint) or `virtual`
-//! (`https://bucket.endpoint/name`). What is not given there comes from where the tools of AWS keep it: the environment
-//! (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, the profile that `AWS_PROFILE`
-//! names, and the roles of containers and instances, in this order.
+//! (`https://bucket.endpoint/name`). Other settings come from where the tools of AWS keep them, in this order: the
+//! environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, the profile that
+//! `AWS_PROFILE` names, and the roles of containers and instances.
 
 mod beyond;
 mod credentials;
@@ -24,13 +24,13 @@ use beyond::BeyondClient;
 use credentials::ProfileCredentials;
 use profile::{Files, Profile};
 
-/// The options of such a URL.
+/// Names of the URL's options.
 pub(crate) const OPTIONS: &[&str] = &["addressing", "endpoint", "region", "storage_class"];
 
-/// Where a bucket is if nobody says it.
+/// Region of a bucket if none is given.
 const REGION: &str = "us-east-1";
 
-/// Opens `s3://bucket/prefix?option=value`.
+/// Opens the URL `s3://bucket/prefix?option=value`.
 pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let invalid = |message: String| Error::new(Kind::Invalid, "open", url.shown(), message);
     let (bucket, prefix) = url.bucket_and_prefix()?;
@@ -78,7 +78,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     if let Some(endpoint) = endpoint.as_deref().filter(|endpoint| !is_http(endpoint)) {
         return Err(invalid(format!("expected an endpoint such as https://host:port, found {endpoint:?}")));
     }
-    // Whoever writes http: means it.
+    // A user who writes http: means it.
     let is_plain = endpoint.as_deref().is_some_and(|endpoint| endpoint.starts_with("http:"));
     let other = endpoint.filter(|endpoint| !is_amazon(endpoint));
     let untrusted = other.map(|endpoint| format!("{endpoint} {bucket}"));
@@ -117,8 +117,8 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     })
 }
 
-/// Refuses half of a pair of keys, and what the client library panics over when it signs a request: a header cannot
-/// hold it.
+/// Checks that requests can be signed. Refuses half of a pair of keys, and values that no header can hold: the client
+/// library panics over them.
 fn can_sign(builder: &AmazonS3Builder) -> std::result::Result<(), String> {
     for (key, what) in [
         (AmazonS3ConfigKey::Region, "a region"),
@@ -146,12 +146,13 @@ fn endpoint_of(builder: &AmazonS3Builder) -> Option<String> {
     keys.iter().find_map(|key| builder.get_config_value(key))
 }
 
-/// What is equal for buckets between which a service copies: Amazon's across its regions, another one's by endpoint.
+/// Returns a name that is equal for buckets between which a service copies: Amazon's across its regions, another one's
+/// by endpoint.
 fn service_of(endpoint: Option<String>) -> String {
     endpoint.filter(|endpoint| !is_amazon(endpoint)).unwrap_or_else(|| "amazon".to_owned())
 }
 
-/// Whether an endpoint is Amazon's own.
+/// Returns whether an endpoint is Amazon's own.
 fn is_amazon(endpoint: &str) -> bool {
     let host = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
     let host = host.split(['/', ':']).next().unwrap_or(host);

@@ -1,4 +1,4 @@
-//! Real servers for tests: `scripts/servers.sh` installs and starts them, and they end with the test.
+//! Runs real servers for tests: `scripts/servers.sh` installs and starts them, and they end with the test.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -10,13 +10,13 @@ pub struct Server {
     values: HashMap<String, String>,
 }
 
-/// Set for a test that runs with a server's credentials: where it is.
+/// Variable with the server's description, set for a test that runs with its credentials.
 const GIVEN: &str = "SHARDFAST_TEST_SERVER";
 
-/// Names another server for what any server that speaks S3 is right for: a campaign sets `minio`.
+/// Variable that names another server for tests that any S3 server suits: a campaign sets `minio`.
 const USUAL: &str = "SHARDFAST_TEST_S3";
 
-/// What begins the keys of variables of the test's environment.
+/// Prefix of the keys of variables of the test's environment.
 const VARIABLE: &str = "variable:";
 
 fn run(arguments: &[&str]) -> Output {
@@ -29,7 +29,7 @@ fn usual() -> String {
     std::env::var(USUAL).unwrap_or_else(|_| "versitygw".to_owned())
 }
 
-/// Says why a test does nothing. CI has all that tests need: there it fails.
+/// Prints why a test does nothing. In CI, which has all that tests need, it panics.
 fn skip(test: &str, why: &str) {
     assert!(std::env::var_os("CI").is_none(), "{test} cannot run: {why}");
     eprintln!("SKIPPED {test}: {why}");
@@ -37,8 +37,8 @@ fn skip(test: &str, why: &str) {
 
 impl Server {
     /// Runs the test `test` (its whole name) with a new server of that name, whose credentials are in the environment:
-    /// this process starts the server and runs the test again in a process of its own. Where the server cannot be
-    /// installed it does nothing, and says so on standard error.
+    /// this process starts the server and runs the test again in a process of its own. If the server cannot be
+    /// installed, it does nothing, and prints that on standard error.
     ///
     /// # Panics
     /// When the test fails, or the server does not start although it is installed; in CI, instead of doing nothing.
@@ -46,7 +46,7 @@ impl Server {
         Server::started(name, test, &[], |_| (), body);
     }
 
-    /// [`with`](Server::with) the server for what any server that speaks S3 is right for.
+    /// Runs [`with`](Server::with) the server for tests that any S3 server suits.
     ///
     /// # Panics
     /// As [`with`](Server::with).
@@ -54,7 +54,8 @@ impl Server {
         Server::with(&usual(), test, body);
     }
 
-    /// [`any`](Server::any) server, whose data have so many MiB of space. Without root as without the server.
+    /// Runs with [`any`](Server::any) server whose data have `mib` MiB of space. Does nothing without root, as without
+    /// the server.
     ///
     /// # Panics
     /// As [`with`](Server::with).
@@ -65,7 +66,7 @@ impl Server {
         }
     }
 
-    /// [`with`](Server::with) a server that is prepared before the test runs again.
+    /// Runs [`with`](Server::with) a server that is prepared before the test runs again.
     ///
     /// # Panics
     /// As [`with`](Server::with).
@@ -91,21 +92,21 @@ impl Server {
         assert!(started.status.success(), "{name} did not start");
         let mut server = Server::given(&String::from_utf8(started.stdout).expect("UTF-8"));
         prepare(&mut server);
-        // It ends with this process in any case.
+        // The server ends with this process in any case.
         server.again(test, body);
         run(&["stop", server.value("pid")]);
     }
 
-    /// The server that such a line of `scripts/servers.sh` describes.
+    /// Parses a server from its line of `scripts/servers.sh`.
     pub fn given(line: &str) -> Server {
         let values = line.split_whitespace().filter_map(|pair| pair.split_once('='));
         Server { values: values.map(|(key, value)| (key.to_owned(), value.to_owned())).collect() }
     }
 
-    /// Runs the test `test` again in a process with the credentials of this server; there it does what `body` says.
+    /// Runs the test `test` again in a process with the credentials of this server; there it runs `body`.
     ///
     /// # Panics
-    /// When it fails.
+    /// If the test fails.
     pub fn again(&self, test: &str, body: impl FnOnce(&Server)) {
         if let Ok(given) = std::env::var(GIVEN) {
             return body(&Server::given(&given));
@@ -121,10 +122,10 @@ impl Server {
         assert!(done.success(), "{test} failed with the server {:?}: its output stands above", self.values);
     }
 
-    /// Kills it. It begins again `seconds` later, with its data and at the same address.
+    /// Kills the server. It starts again `seconds` later, with its data and at the same address.
     ///
     /// # Panics
-    /// When it does not run.
+    /// If the server does not run.
     pub fn crash(&self, seconds: u32) {
         assert!(
             run(&["crash", self.value("dir"), &seconds.to_string()]).status.success(),
@@ -132,17 +133,17 @@ impl Server {
         );
     }
 
-    /// Its folder, which goes with it.
+    /// Returns the server's folder, which is removed with it.
     pub fn dir(&self) -> &Path {
         Path::new(self.value("dir"))
     }
 
-    /// Lets the test have its credentials from the default profile of this file of AWS's tools.
+    /// Gives the test its credentials from the default profile of this file of AWS's tools.
     pub fn has_profile_in(&mut self, config: &Path) {
         self.values.insert("config".to_owned(), config.display().to_string());
     }
 
-    /// Lets the test have this variable in its environment, whose value has no blanks.
+    /// Sets this variable in the test's environment; its value must have no blanks.
     pub fn has_variable(&mut self, name: &str, value: &str) {
         self.values.insert(format!("{VARIABLE}{name}"), value.to_owned());
     }
@@ -151,37 +152,37 @@ impl Server {
         self.values.get(key).unwrap_or_else(|| panic!("the server says no {key}: {:?}", self.values))
     }
 
-    /// Where it answers.
+    /// Returns the server's URL.
     pub fn endpoint(&self) -> &str {
         self.value("url")
     }
 
-    /// Its bucket.
+    /// Returns the server's bucket.
     pub fn bucket(&self) -> &str {
         self.value("bucket")
     }
 
-    /// Its access key and secret.
+    /// Returns the server's access key and secret.
     pub fn keys(&self) -> (&str, &str) {
         (self.value("key"), self.value("secret"))
     }
 
-    /// Its process.
+    /// Returns the server's process id.
     pub fn process(&self) -> &str {
         self.value("pid")
     }
 
-    /// The URL of a prefix of its bucket, for a server that speaks S3.
+    /// Returns the URL of a prefix of the bucket, for a server that speaks S3.
     pub fn s3(&self, prefix: &str) -> String {
         format!("s3://{}/{prefix}?endpoint={}", self.bucket(), self.endpoint())
     }
 
-    /// The URL of a prefix of its container, for a server that speaks Azure's protocol.
+    /// Returns the URL of a prefix of the container, for a server that speaks Azure's protocol.
     pub fn az(&self, prefix: &str) -> String {
         format!("az://{}/{prefix}?endpoint={}", self.bucket(), self.endpoint())
     }
 
-    /// The variables that give a program access to it.
+    /// Returns the variables that give a program access to the server.
     fn environment(&self) -> Vec<(&'static str, String)> {
         if let Some(config) = self.values.get("config") {
             return vec![("AWS_CONFIG_FILE", config.clone()), ("AWS_SHARED_CREDENTIALS_FILE", String::new())];

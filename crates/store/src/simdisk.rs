@@ -1,4 +1,4 @@
-//! A file system in memory that loses what was not synced, for tests.
+//! Simulates a file system in memory that loses bytes that were not synced, for tests.
 //!
 //! [`SimDisk`] promises what POSIX promises and not more:
 //!
@@ -12,9 +12,8 @@
 //! - `O_DIRECT` wants address, offset and length in multiples of 4096, and does not make anything durable.
 //! - A file is at most 1 GiB long.
 //!
-//! [`SimDisk::crash`] gives the disk that the next process finds. Every system call is logged and numbered from 0;
-//! [`SimDisk::inject`] makes one of them go wrong, [`SimDisk::refuse`] makes all of one name fail. Clones are the same
-//! disk.
+//! [`SimDisk::crash`] returns the disk that the next process finds. Every system call is logged and numbered from 0;
+//! [`SimDisk::inject`] makes one of them fail, [`SimDisk::refuse`] all of one name. Clones are the same disk.
 
 mod chance;
 mod ring;
@@ -41,34 +40,34 @@ const DEAD: Errno = Errno::ROFS;
 #[derive(Clone, Default)]
 pub struct SimDisk(Arc<Mutex<State>>);
 
-/// How one system call goes wrong.
+/// Failure of one system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The machine dies before it: this call and every later one fail with `EROFS`, which is never retried.
     Die,
-    /// It fails and has no effect.
+    /// The call fails and has no effect.
     Fail(Errno),
-    /// It fails and has no effect, as do the next calls of its name on its path, so many in all. Temporary files of one
-    /// directory count as one.
+    /// The call fails without effect, as do the next calls of its name on its path, this many in all. Temporary files
+    /// of one directory count as one.
     Again(Errno, u32),
-    /// A sync of a directory fails, and what it was for never reaches the medium, unless it changes once more. Other
-    /// calls are not affected.
+    /// A sync of a directory fails, and its entries never reach the medium, unless they change once more. Other calls
+    /// are not affected.
     Forget(Errno),
-    /// It has its effect, but the answer is lost and reads as a failure.
+    /// The call has its effect, but the answer is lost and reads as a failure.
     Lost(Errno),
-    /// It reports success without having done anything. Not for calls that read.
+    /// The call reports success without any effect. Not for calls that read.
     Skip,
-    /// A read or a write transfers half; other calls are not affected.
+    /// The call transfers half, if it is a read or a write; other calls are not affected.
     Short,
 }
 
 /// A system call that was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// Its name in [`Disk`]; `_direct` is appended to the three that `O_DIRECT` concerns, `create_new`, `pwrite` and
+    /// Name in [`Disk`]; `_direct` is appended to the three that `O_DIRECT` concerns, `create_new`, `pwrite` and
     /// `pread`.
     pub name: &'static str,
-    /// The path, the one given first or the one with which the file was opened.
+    /// Path of the call: the first one, or the one with which the file was opened.
     pub path: PathBuf,
 }
 
@@ -88,7 +87,7 @@ struct State {
     ailing: Option<Ailing>,
     is_dead: bool,
     clock: SystemTime,
-    /// When each inode was last changed.
+    /// Time of each inode's last change.
     times: BTreeMap<usize, SystemTime>,
 }
 
@@ -106,9 +105,9 @@ enum Inode {
 
 #[derive(Default)]
 struct File {
-    /// What a reader sees.
+    /// Contents that a reader sees.
     cached: Vec<u8>,
-    /// What is on the medium for certain.
+    /// Contents that are on the medium for certain.
     durable: Vec<u8>,
     /// Sectors of `cached` that are on their way to the medium.
     dirty: BTreeSet<usize>,
@@ -118,7 +117,7 @@ struct File {
 struct Dir {
     cached: BTreeMap<OsString, usize>,
     durable: BTreeMap<OsString, usize>,
-    /// The states that each name changed since the last sync went through.
+    /// States since the last sync of each name that changed.
     changes: BTreeMap<OsString, Vec<Option<usize>>>,
 }
 
@@ -138,17 +137,17 @@ impl Default for State {
 }
 
 impl SimDisk {
-    /// An empty disk.
+    /// Makes an empty disk.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The calls made so far; the next one's number is their count. A dead disk logs none.
+    /// Returns the calls made so far; the next one's number is their count. A dead disk logs none.
     pub fn calls(&self) -> Vec<Call> {
         self.lock().calls.clone()
     }
 
-    /// Makes the call of number `at`, counted from the disk's first, go wrong.
+    /// Injects a fault into the call of number `at`, counted from the disk's first.
     pub fn inject(&self, at: usize, fault: Fault) {
         self.lock().faults.insert(at, fault);
     }
@@ -158,8 +157,8 @@ impl SimDisk {
         self.lock().refused.insert(name, errno);
     }
 
-    /// The disk after a loss of power at this moment, as `seed` has it: 0 loses all that was not synced, 1 keeps
-    /// everything (as when only the process dies), every other one mixes and tears. This disk is left as it is.
+    /// Returns the disk after a loss of power now, by `seed`: 0 loses all that was not synced, 1 keeps everything (as
+    /// when only the process dies), every other one mixes and tears. This disk stays as it is.
     pub fn crash(&self, seed: u64) -> SimDisk {
         let state = self.lock();
         let settle = |(number, inode): (u64, &Inode)| {
@@ -185,7 +184,7 @@ impl SimDisk {
         })))
     }
 
-    /// Lets the disk's clock go on.
+    /// Advances the disk's clock.
     pub fn pass(&self, time: Duration) {
         self.lock().clock += time;
     }
@@ -194,7 +193,7 @@ impl SimDisk {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Logs a call and carries it out, or not. `skipped` is what it returns when it does nothing and says otherwise.
+    /// Logs a call and performs it, or not. `skipped` is the result if the call has no effect and reports success.
     fn call<T>(
         &self,
         name: &'static str,
@@ -294,7 +293,7 @@ fn is_temporary(name: &OsStr) -> bool {
     name.to_string_lossy().starts_with(TEMPORARY)
 }
 
-/// The call with the random part of a temporary file's name left out.
+/// Returns the call without the random part of a temporary file's name.
 fn of_any_attempt(name: &'static str, path: &Path) -> Call {
     let is_temporary = path.file_name().is_some_and(is_temporary);
     Call { name, path: if is_temporary { path.with_file_name(TEMPORARY) } else { path.to_owned() } }
@@ -329,7 +328,7 @@ impl Dir {
 
     fn after_crash(&self, chance: &mut Chance) -> BTreeMap<OsString, usize> {
         let mut entries = self.durable.clone();
-        // Names drawn by chance come last: the same seed means the same for all others.
+        // Names drawn by chance come last: so the same seed has the same effect on all others.
         let (temporary, named): (Vec<_>, Vec<_>) = self.changes.iter().partition(|(name, _)| is_temporary(name));
         for (name, states) in named.into_iter().chain(temporary) {
             if chance.keeps() {
@@ -359,7 +358,7 @@ impl State {
         }
     }
 
-    /// A file that is about to be changed.
+    /// Returns a file that is about to be changed.
     fn changed(&mut self, inode: usize) -> Sys<&mut File> {
         self.times.insert(inode, self.clock);
         self.file(inode)
@@ -381,7 +380,7 @@ impl State {
         Ok(inode)
     }
 
-    /// The directory of a path and the last component's name and inode.
+    /// Returns the directory of a path, and the last component's name and inode.
     fn locate<'a>(&mut self, path: &'a Path) -> Sys<(usize, &'a OsStr, Option<usize>)> {
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Err(Errno::EXIST) };
         let dir = self.find(parent)?;
@@ -593,7 +592,7 @@ impl Disk for SimDisk {
         self.call("stat", path, None, |state, _| state.find(path).map(|inode| state.stat(inode)))
     }
 
-    /// All that one more file may have: only [`SimDisk::refuse`] and [`SimDisk::inject`] fill this disk.
+    /// Returns the space of one more file of any size: only [`SimDisk::refuse`] and [`SimDisk::inject`] fill this disk.
     fn statvfs(&self, path: &Path) -> Sys<Room> {
         self.call("statvfs", path, None, |_, _| Ok(Room { bytes: FILE_BYTES_MAX, files: None }))
     }

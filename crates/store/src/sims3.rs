@@ -1,8 +1,8 @@
-//! A simulated service that speaks S3's protocol, below the real client: only the connections are replaced. Its objects
-//! are in this process's memory, no time passes, and a function says what goes wrong with each request.
+//! Simulates a service with S3's protocol, below the real client: only the connections are replaced. Its objects are in
+//! this process's memory, no time passes, and a function injects a fault into each request.
 //!
-//! It knows what the store asks of S3: objects and ranges of them, conditions, checksums, multipart uploads, pages of
-//! lists, deletion of many, and the credentials of an instance. Everything else is answered with 501.
+//! It implements what the store asks of S3: objects and ranges of them, conditions, checksums, multipart uploads, pages
+//! of lists, deletion of many, and the credentials of an instance. All other requests are answered with 501.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -22,7 +22,7 @@ use object_store::client::{HttpError, HttpErrorKind, HttpRequest, HttpResponse, 
 /// Entries of a page of a list: few, so that lists have pages.
 const PAGE: usize = 5;
 
-/// What goes wrong with a request.
+/// Failure of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// There is no connection.
@@ -35,19 +35,19 @@ pub enum Fault {
     Lost,
     /// The request is carried out, and the body of the answer breaks off in its middle.
     Cut,
-    /// A bit of the request's body turns on the way.
+    /// A bit of the request's body flips on the way.
     RequestTurned,
-    /// A bit of an object turns on the way back.
+    /// A bit of an object flips on the way back.
     ObjectTurned,
 }
 
-/// Says what goes wrong with the so-manieth request, if anything.
+/// Function that returns the fault of a request, by its number.
 type Weather = dyn Fn(u64) -> Option<Fault> + Send + Sync;
 
-/// What stands between one client and the service: it sees each request before it is carried out.
+/// Function between one client and the service: it sees each request before it is carried out.
 type Way = dyn Fn(&Ask<'_>) -> Option<Fault> + Send + Sync;
 
-/// The service, or one client's way to it; clones are the same one.
+/// The service, or one client's connection to it; clones are the same one.
 #[derive(Clone)]
 pub struct SimS3 {
     state: Arc<Mutex<State>>,
@@ -62,10 +62,10 @@ impl std::fmt::Debug for SimS3 {
 
 #[derive(Clone)]
 struct State {
-    /// By bucket and name.
+    /// Objects by bucket and name.
     objects: BTreeMap<String, Object>,
     uploads: BTreeMap<String, Upload>,
-    /// The last number that was given to an object or an upload.
+    /// Last number that was given to an object or an upload.
     number: u64,
     requests: u64,
     weather: Arc<Weather>,
@@ -103,26 +103,26 @@ impl SimS3 {
         SimS3 { state: Arc::new(Mutex::new(state)), way: None }
     }
 
-    /// The same service as one client reaches it: `way` sees each request of it before it is carried out, and says
-    /// what goes wrong with it.
+    /// Returns the same service as one client reaches it: `way` sees each of its requests before it is carried out, and
+    /// returns the fault, if any.
     pub fn behind(&self, way: impl Fn(&Ask<'_>) -> Option<Fault> + Send + Sync + 'static) -> SimS3 {
         SimS3 { state: Arc::clone(&self.state), way: Some(Arc::new(way)) }
     }
 
-    /// A service of its own that holds what this one holds now, uploads that are not complete included. It loses
-    /// nothing: what the service has answered for is durable.
+    /// Copies the service with all that it holds now, incomplete uploads included. It loses nothing: everything that
+    /// the service has confirmed is durable.
     pub fn snapshot(&self) -> SimS3 {
         SimS3::of(self.lock().clone())
     }
 
-    /// The objects whose names begin like this, as `bucket/name`.
+    /// Returns the objects whose names begin with `beginning`, as `bucket/name`.
     pub fn objects(&self, beginning: &str) -> Vec<String> {
         let state = self.lock();
         let from = state.objects.range::<str, _>((Bound::Included(beginning), Bound::Unbounded));
         from.map(|(name, _)| name.clone()).take_while(|name| name.starts_with(beginning)).collect()
     }
 
-    /// Lets another program replace the object `bucket/name`, if it is there, by what `change` makes of its bytes.
+    /// Lets another program replace the object `bucket/name`, if it exists, by applying `change` to its bytes.
     pub fn replace(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
         let mut state = self.lock();
         let etag = state.etag();
@@ -133,25 +133,25 @@ impl SimS3 {
         }
     }
 
-    /// Lets another program remove the objects and abort the uploads of which this is true, by `bucket/name`.
+    /// Lets another program remove the objects and abort the uploads that `is_removed` selects, by `bucket/name`.
     pub fn remove(&self, is_removed: impl Fn(&str) -> bool) {
         let mut state = self.lock();
         state.objects.retain(|name, _| !is_removed(name));
         state.uploads.retain(|_, upload| !is_removed(&upload.name));
     }
 
-    /// From now on this goes wrong with requests, which are counted from 0 again.
+    /// Injects these faults from now on into requests, which are counted from 0 again.
     pub fn weather(&self, weather: impl Fn(u64) -> Option<Fault> + Send + Sync + 'static) {
         let mut state = self.lock();
         (state.weather, state.requests) = (Arc::new(weather), 0);
     }
 
-    /// Requests since the last change of the weather.
+    /// Returns the requests since the last change of the weather.
     pub fn requests(&self) -> u64 {
         self.lock().requests
     }
 
-    /// Uploads that were begun and neither completed nor aborted.
+    /// Returns the uploads that are begun and neither completed nor aborted.
     pub fn uploads(&self) -> usize {
         self.lock().uploads.len()
     }
@@ -213,12 +213,12 @@ impl HttpService for SimS3 {
     }
 }
 
-/// Why there is no answer.
+/// Reason why there is no answer.
 #[derive(Debug, thiserror::Error)]
 #[error("simulated")]
 struct Gone;
 
-/// What is still to come of a body, the last first.
+/// Rest of a body, the last first.
 struct Broken([Option<Result<Bytes, HttpError>>; 2]);
 
 impl Body for Broken {
@@ -273,11 +273,11 @@ fn decoded(text: &str) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// A request.
+/// A request to the service.
 pub struct Ask<'a> {
     method: &'a Method,
     host: &'a str,
-    /// The bucket and the object's name, or the bucket alone.
+    /// Bucket and object's name, or the bucket alone.
     name: String,
     query: BTreeMap<String, String>,
     headers: &'a HeaderMap,
@@ -295,7 +295,7 @@ impl<'a> Ask<'a> {
         Ask { method, host: uri.host().unwrap_or_default(), name, query, headers, body }
     }
 
-    /// What is asked for. A page of a list behind the first one is `page`, and what the service of credentials is asked
+    /// Returns the kind of request. A later page of a list is `page`, a request to the service of credentials
     /// `credentials`.
     pub fn what(&self) -> &'static str {
         let is_bucket = !self.name.trim_end_matches('/').contains('/');
@@ -325,7 +325,7 @@ impl<'a> Ask<'a> {
         }
     }
 
-    /// What it is asked of: `bucket/name`, the prefix of a list, or the first of many objects.
+    /// Returns the target: `bucket/name`, the prefix of a list, or the first of many objects.
     pub fn name(&self) -> String {
         let bucket = self.name.trim_end_matches('/');
         match self.what() {
@@ -335,12 +335,12 @@ impl<'a> Ask<'a> {
         }
     }
 
-    /// Carries it out, and drops the answer.
+    /// Carries the request out, and drops the answer.
     pub fn carry_out(&self, service: &SimS3) {
         self.answer(&mut service.lock());
     }
 
-    /// The request with a bit of its body turned.
+    /// Returns the request with a bit of its body flipped.
     fn turned(self) -> Ask<'a> {
         let mut bytes = self.body.to_vec();
         let middle = bytes.len() / 2;
@@ -348,7 +348,7 @@ impl<'a> Ask<'a> {
         Ask { body: bytes.into(), ..self }
     }
 
-    /// Of many objects that are to be deleted.
+    /// Returns the keys of many objects that are to be deleted.
     fn keys(&self) -> Vec<String> {
         let text = String::from_utf8_lossy(&self.body);
         let keys = text.split("<Key>").skip(1).filter_map(|rest| Some(rest.split_once("</Key>")?.0));
@@ -389,7 +389,7 @@ impl<'a> Ask<'a> {
         }
     }
 
-    /// Those of the role of an instance.
+    /// Answers with the credentials of the role of an instance.
     fn credentials(&self) -> Answer {
         let name = self.name.as_str();
         let keys =
@@ -404,14 +404,14 @@ impl<'a> Ask<'a> {
         Answer::of(StatusCode::OK, said)
     }
 
-    /// Whether the body is what its sender proved.
+    /// Returns whether the body has the checksum that its sender gave.
     fn is_proven(&self) -> bool {
         let Some(crc) = self.header("x-amz-checksum-crc64nvme") else { return true };
         let found = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, &self.body);
         BASE64_STANDARD.decode(crc).is_ok_and(|crc| crc == found.to_be_bytes())
     }
 
-    /// The upload that is meant.
+    /// Returns the upload that the request refers to.
     fn upload(&self, state: &State) -> Option<String> {
         let id = self.asks("uploadId")?;
         state.uploads.get(id).filter(|upload| upload.name == self.name).map(|_| id.to_owned())
@@ -581,7 +581,7 @@ impl<'a> Ask<'a> {
 }
 
 impl State {
-    /// The number of the next request, and what says what goes wrong with it.
+    /// Returns the number of the next request, and the function that gives its fault.
     fn counted(&mut self) -> (u64, Arc<Weather>) {
         self.requests += 1;
         (self.requests - 1, Arc::clone(&self.weather))

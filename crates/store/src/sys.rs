@@ -1,6 +1,6 @@
-//! What system calls answer.
+//! Defines the results of system calls.
 
 pub use rustix::io::Errno;
 
-/// A system call's result.
+/// Result of a system call.
 pub type Sys<T> = Result<T, Errno>;

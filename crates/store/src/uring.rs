@@ -1,5 +1,5 @@
-//! Writes in flight through `io_uring`: one thread keeps a disk's queue full, from buffers and into files that the
-//! kernel knows already.
+//! Queues writes through `io_uring`: one thread keeps a disk's queue full, from buffers and into files that are
+//! registered with the kernel.
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -12,34 +12,34 @@ use crate::ring::{Flight, Ring};
 use crate::sys::{Errno, Sys};
 use crate::write::Buffer;
 
-/// Buffers and files that a ring registers; those with higher numbers work, too, at a little more cost.
+/// Number of buffers and files that a ring registers; those with higher numbers work, too, at a little more cost.
 const BUFFERS_MAX: u32 = 1024;
 const FILES_MAX: u32 = 64;
 
-/// How long no request may complete before those that were not begun are cancelled. Seen with Linux 6.18: two direct
-/// writes that waited for ever for a worker of the ring, of which there was none. Cancelled, they ended.
+/// Time without a completion after which requests that were not begun are cancelled. Seen with Linux 6.18: two direct
+/// writes waited for ever for a worker of the ring, of which there was none. Cancelled, they ended.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// An `io_uring` of one thread.
 pub struct Uring {
     ring: IoUring,
-    /// Whether numbered buffers can be registered: not beyond `RLIMIT_MEMLOCK`.
+    /// `true` if numbered buffers can be registered: not beyond `RLIMIT_MEMLOCK`.
     registers_buffers: bool,
     registered_buffers: Vec<bool>,
     registers_files: bool,
     registered_files: HashMap<RawFd, u32>,
-    /// Those in flight, by the number that stands in their request.
+    /// Writes in flight, by the number in their request.
     flights: Vec<Option<Flight>>,
-    /// `None` where the kernel (before 5.11) waits for ever.
+    /// Time limit for a wait; `None` if the kernel (before 5.11) waits for ever.
     patience: Option<Duration>,
 }
 
 impl Uring {
-    /// A ring for `depth` writes in flight.
+    /// Makes a ring for `depth` writes in flight.
     ///
     /// # Errors
-    /// The kernel's error: `ENOSYS` or `EPERM` under a seccomp filter or `kernel.io_uring_disabled`,
-    /// `ENOMEM`; `EOPNOTSUPP` for one that cannot write.
+    /// The kernel's error: `ENOSYS` or `EPERM` under a seccomp filter or `kernel.io_uring_disabled`, `ENOMEM`;
+    /// `EOPNOTSUPP` for a ring that cannot write.
     pub(crate) fn new(depth: u32) -> Sys<Uring> {
         // Completions are processed when this thread asks for them, if the kernel (6.1) offers that.
         let ring = IoUring::builder()
@@ -65,7 +65,7 @@ impl Uring {
         })
     }
 
-    /// The number under which the ring knows the flight's buffer.
+    /// Returns the number under which the flight's buffer is registered with the ring.
     #[allow(unsafe_code)]
     fn buffer(&mut self, flight: &Flight) -> Option<u16> {
         let number = flight.buffer.number().filter(|&number| number < BUFFERS_MAX && self.registers_buffers)?;
@@ -81,7 +81,7 @@ impl Uring {
         self.registers_buffers.then_some(number as u16)
     }
 
-    /// The number under which the ring knows the file.
+    /// Returns the number under which the file is registered with the ring.
     fn file(&mut self, fd: RawFd) -> Option<u32> {
         if let Some(&number) = self.registered_files.get(&fd) {
             return Some(number);
@@ -172,9 +172,10 @@ impl Ring for Uring {
 }
 
 impl Drop for Uring {
-    /// The kernel takes a ring apart some time later, and would keep the files, deleted ones and their space too, until
-    /// then. Writes still in flight were abandoned by a failure of the ring itself or a panic: the kernel may read
-    /// their memory until they are done, which this process will not learn, so the memory is leaked.
+    /// Unregisters files at once: the kernel dismantles a ring some time later, and would keep the files, deleted ones
+    /// and their space too, until then. Writes still in flight were abandoned by a failure of the ring itself or a
+    /// panic. The kernel may read their memory until they are done, which this process will not learn, so the memory is
+    /// leaked.
     fn drop(&mut self) {
         if !self.registered_files.is_empty() {
             let _ = self.ring.submitter().unregister_files();
@@ -185,7 +186,7 @@ impl Drop for Uring {
     }
 }
 
-/// A page to try the ring with.
+/// Page to try the ring with.
 struct Probed(Box<[u8; 4096]>);
 
 // SAFETY: a box's contents stay where they are, and nothing writes them; its ring never sees another buffer.
@@ -200,10 +201,10 @@ unsafe impl Buffer for Probed {
     }
 }
 
-/// Writes a page into a file in memory, and says whether the ring keeps numbered buffers mapped.
+/// Writes a page into a file in memory; returns whether the ring keeps numbered buffers mapped.
 ///
 /// # Errors
-/// As [`Uring::new`]; what the write fails with.
+/// As [`Uring::new`]; the error of the write.
 pub(crate) fn try_out() -> Sys<bool> {
     let file = rustix::fs::memfd_create("shardfast-probe", rustix::fs::MemfdFlags::CLOEXEC)?;
     let mut ring = Uring::new(1)?;

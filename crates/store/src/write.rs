@@ -1,4 +1,4 @@
-//! Many writes in flight: buffers are taken, and dropped when their bytes are written.
+//! Defines writes in flight: buffers are taken, and dropped when their bytes are written.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -11,33 +11,33 @@ use crate::{Error, ObjectWriter, Result};
 /// allocated and is not written. Buffers of one number are the same range as long as the process lives.
 #[allow(unsafe_code)]
 pub unsafe trait Buffer: Send + Sync {
-    /// All of it.
+    /// Returns the whole buffer.
     fn bytes(&self) -> &[u8];
 
-    /// The number of the buffer, if its owner reuses a few buffers: a kernel can keep such a buffer mapped between
-    /// writes.
+    /// Returns the number of the buffer, if its owner reuses a few buffers: a kernel can keep such a buffer mapped
+    /// between writes.
     fn number(&self) -> Option<u32>;
 }
 
 /// A write that is to be made.
 pub struct Write<'a> {
-    /// Into which object.
+    /// Object to write to.
     pub object: &'a dyn ObjectWriter,
-    /// At which offset; as in [`ObjectWriter::write_at`].
+    /// Offset in the object, in bytes; as in [`ObjectWriter::write_at`].
     pub offset: u64,
-    /// From which memory: one buffer, or several that follow each other in the object.
+    /// Memory to write from: one buffer, or several that follow each other in the object.
     pub buffers: Vec<Box<dyn Buffer>>,
-    /// How many bytes in all: all of each buffer, but of the last one from the first byte on; aligned as the object
+    /// Number of bytes in all: each buffer whole, except the last one, from its first byte on; aligned as the object
     /// asks.
     pub bytes: usize,
-    /// The source's number of the write, by which it knows a returned write.
+    /// Number of the write at its source, which identifies a returned write.
     pub number: usize,
-    /// The CRC-64/NVME of these bytes, if the source knows it: a storage that sends it need not compute it.
+    /// CRC-64/NVME of these bytes, if the source knows it: a storage that sends it need not compute it.
     pub crc64: Option<u64>,
 }
 
 impl Write<'_> {
-    /// Makes it on this thread.
+    /// Makes the write on this thread.
     pub(crate) fn make(&self) -> Result<()> {
         let (mut at, end) = (self.offset, self.offset.saturating_add(self.bytes as u64));
         for buffer in &self.buffers {
@@ -50,19 +50,19 @@ impl Write<'_> {
     }
 }
 
-/// What is to be done next.
+/// Answer of a source of writes.
 pub enum Next<'a> {
-    /// This write.
+    /// A write to make.
     Write(Write<'a>),
-    /// Nothing yet.
+    /// No write yet.
     Later,
-    /// Nothing any more.
+    /// No more writes.
     End,
 }
 
-/// Where writes come from, asked from any number of threads.
+/// Source of writes, asked from any number of threads.
 pub trait Writes<'a>: Sync {
-    /// The next write. With `wait` it waits for one and never returns [`Next::Later`].
+    /// Returns the next write. With `wait` it waits for one and never returns [`Next::Later`].
     fn next(&self, wait: bool) -> Next<'a>;
 
     /// Takes back a failed write, of which the object may hold any part. The caller then asks for the next write, even
@@ -73,11 +73,11 @@ pub trait Writes<'a>: Sync {
     fn failed(&self, write: Write<'a>, error: Error) -> Result<()>;
 }
 
-/// [`Store::write_all`](crate::Store::write_all) for a storage whose writes take a thread each: makes them one by one
-/// on each of `threads` threads.
+/// Implements [`Store::write_all`](crate::Store::write_all) for a storage whose writes take a thread each: makes them
+/// one by one on each of `threads` threads.
 ///
 /// # Errors
-/// The first error that is not accepted; no write is taken after it.
+/// The first error that `writes` does not accept; no write is taken after it.
 pub fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<()> {
     let (failure, make) =
         (Failure::default(), |write: Write<'a>| write.make().map_err(|error| Box::new((write, error))));
@@ -89,10 +89,10 @@ pub fn by_threads<'a>(threads: usize, writes: &dyn Writes<'a>) -> Result<()> {
     failure.into_result()
 }
 
-/// A way to make a write, which returns a failed one.
+/// Function that makes a write, and returns a failed one.
 pub(crate) type Making<'a, 'm> = &'m (dyn Fn(Write<'a>) -> Result<(), Box<(Write<'a>, Error)>> + Sync);
 
-/// The first error of threads that make writes.
+/// First error of threads that make writes.
 #[derive(Default)]
 pub(crate) struct Failure(Mutex<Option<Error>>);
 
@@ -101,7 +101,7 @@ impl Failure {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes the next write; whether there may be more.
+    /// Makes the next write; returns whether there may be more.
     pub(crate) fn make_next<'a>(&self, writes: &dyn Writes<'a>, make: Making<'a, '_>) -> bool {
         if self.lock().is_some() {
             return false;

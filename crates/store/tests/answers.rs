@@ -1,4 +1,4 @@
-//! Answers that no service gives: they drip, or do not end.
+//! Tests answers that no service gives: too slow ones, and endless ones.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use shardfast_store::servers::Server;
 use shardfast_store::{Error, Kind, Result, Shared, Store, open_on};
 
-/// How long an answer may stand still.
+/// Time without progress after which a request is aborted.
 const STILL_MAX: Duration = Duration::from_secs(1);
 
-/// The head of an answer with a part of an object.
+/// Head of an answer with a part of an object.
 const PART: &str = "206 Partial Content\r\ncontent-range: bytes 0-4095/4096\r\ncontent-length: 4096\r\n\
                     etag: \"1\"\r\nlast-modified: Wed, 21 Oct 2015 07:28:00 GMT";
 
@@ -37,7 +37,7 @@ fn proxy(body: impl Fn(&TcpStream) -> std::io::Result<()> + Clone + Send + 'stat
     endpoint
 }
 
-/// How a call fails, and that it does so in time.
+/// Returns the error of a call, and checks that it fails in time.
 fn failure<T>(endpoint: &str, call: impl Fn(&dyn Store) -> Result<T>) -> Error {
     let server = Server::given(&format!("url={endpoint} bucket=b key=k secret=s"));
     let store = open_on(&server.s3("answers"), &Arc::new(Shared::impatient(STILL_MAX))).unwrap();

@@ -1,5 +1,5 @@
-//! A store around another one that hands everything on: it keeps the contract, and costs the other one nothing of its
-//! ways.
+//! Tests a store around another one that passes everything on: it keeps the contract, and loses none of the other's
+//! optimizations.
 
 use std::any::Any;
 use std::path::Path;
@@ -16,7 +16,7 @@ use shardfast_store::{
 
 struct Around {
     store: Arc<dyn Store>,
-    /// Writes that did not go the storage's own way.
+    /// Number of writes that bypassed the storage's own `write_all`.
     written: Arc<AtomicUsize>,
 }
 

@@ -1,4 +1,4 @@
-//! Every backend keeps the contract.
+//! Tests every backend against the contract.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ fn local_by_url() {
     assert!(dir.path().join("100% ok/run/step/COMMIT").is_file());
 }
 
-/// `/dev/shm` is a tmpfs on every Linux: no block device, no preallocation on old kernels, often no direct I/O.
+/// Tests `/dev/shm`, a tmpfs on every Linux: no block device, no preallocation on old kernels, often no direct I/O.
 #[test]
 fn local_on_tmpfs() {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -34,7 +34,7 @@ fn memory() {
     conformance::check(|name| open(&format!("memory://conformance/{name}")).unwrap());
 }
 
-/// Parts that are only appended to, of which as many are open at a time as the suite has threads.
+/// Tests parts that are only appended to, of which as many are open at a time as the suite has threads.
 #[test]
 fn appended() {
     let parts = Parts { bytes_min: 64 << 10, bytes_max: 1 << 20, count_max: 1000 };
@@ -44,7 +44,7 @@ fn appended() {
     });
 }
 
-/// The local backend on file systems that lack one thing or another.
+/// Tests the local backend on file systems that lack one feature or another.
 #[test]
 fn simulated() {
     let lacks: [&[(&str, Errno)]; 5] = [

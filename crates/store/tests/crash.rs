@@ -1,4 +1,4 @@
-//! Power is lost at every system call: what was published stays whole, what was not stays invisible.
+//! Tests a loss of power at every system call: published objects stay whole, unpublished ones stay invisible.
 
 mod save;
 
@@ -12,7 +12,7 @@ use shardfast_store::{Kind, Store};
 
 const SEEDS: std::ops::Range<u64> = 0..12;
 
-/// A disk with step 1 on it, after a reboot.
+/// Returns a disk with step 1 on it, after a reboot.
 fn disk_with_a_step() -> SimDisk {
     let disk = SimDisk::new();
     save(&mount(&disk).unwrap(), 1).unwrap();
@@ -37,7 +37,7 @@ fn dying_at_any_call_leaves_steps_whole_or_invisible() {
                 Err(_) => {}
             }
             seen.insert((saved.is_ok(), second));
-            // What is left hinders nobody.
+            // Debris hinders no other process.
             save(&store, 3).unwrap();
             store.delete_tree("step-2").unwrap();
             assert_eq!(store.list("").unwrap().iter().filter(|entry| entry.is_dir).count(), 2);
@@ -51,7 +51,7 @@ fn dying_at_any_call_leaves_steps_whole_or_invisible() {
     assert_eq!(seen, BTreeSet::from([(false, false), (false, true), (true, true)]));
 }
 
-/// The first save of a run, with all the directories above it new.
+/// Tests the first save of a run, with all the directories above it new.
 #[test]
 fn dying_at_any_call_of_the_first_save() {
     for at in 0.. {
@@ -68,7 +68,7 @@ fn dying_at_any_call_of_the_first_save() {
     }
 }
 
-/// The calls of a whole save that make something durable, in groups that sync one and the same thing.
+/// Returns the calls of a whole save that make something durable, in groups that sync the same object.
 fn syncs(base: &SimDisk) -> BTreeMap<String, Vec<usize>> {
     let disk = base.crash(1);
     save(&mount(&disk).unwrap(), 2).unwrap();
@@ -84,7 +84,7 @@ fn syncs(base: &SimDisk) -> BTreeMap<String, Vec<usize>> {
     groups
 }
 
-/// The crash model catches every missing sync, and so no sync of the protocol is superfluous.
+/// Tests that the crash model catches every missing sync, so that no sync of the protocol is superfluous.
 #[test]
 fn the_crash_model_catches_a_missing_sync() {
     let fresh = SimDisk::new();
@@ -102,7 +102,7 @@ fn the_crash_model_catches_a_missing_sync() {
     }
 }
 
-/// Whoever made the directories may have died before syncing them.
+/// Tests that directories are synced although the process that made them may have died before syncing them.
 #[test]
 fn directories_that_a_dead_process_made_are_synced() {
     for at in 0.. {
@@ -125,7 +125,7 @@ fn directories_that_a_dead_process_made_are_synced() {
     }
 }
 
-/// Something done to the store, or a loss of power.
+/// A call of the store, or a loss of power.
 #[derive(Clone, Debug)]
 enum Op {
     Write(usize),
@@ -157,12 +157,12 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What is known of a name.
+/// State of a name, as far as the model knows it.
 #[derive(Default)]
 struct Known {
-    /// The contents that a crash may leave.
+    /// Contents that a crash may leave.
     states: Vec<Option<Vec<u8>>>,
-    /// Whether it may also leave the debris of an unfinished object.
+    /// `true` if it may also leave the debris of an unfinished object.
     debris: bool,
 }
 
@@ -177,7 +177,7 @@ fn look(store: &dyn Store, name: &str) -> Option<Vec<u8>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Against a model that knows only the contract.
+    /// Compares with a model that knows only the contract.
     #[test]
     fn any_sequence_of_calls_and_crashes_keeps_the_contract(ops in prop::collection::vec(op(), 1..40)) {
         let mut disk = SimDisk::new();

@@ -1,4 +1,4 @@
-//! Answers that repeat the request: no error shows what it carried.
+//! Tests answers that repeat the request: no error may show the secrets that it carried.
 
 #[allow(dead_code, reason = "no request is passed on")]
 mod http;
@@ -11,7 +11,7 @@ use shardfast_store::{Error, Location, Result, Store, open};
 
 use crate::http::{Message, answer, serve};
 
-/// The secrets of a request: signatures, credentials and tokens.
+/// Returns the secrets of a request: signatures, credentials and tokens.
 fn secrets(request: &Message) -> BTreeSet<String> {
     let headers = ["authorization", "x-amz-security-token"].into_iter().filter_map(|name| request.header(name));
     let values = headers.flat_map(|value| value.split([' ', ',', ':']));
@@ -25,7 +25,7 @@ fn secrets(request: &Message) -> BTreeSet<String> {
     parts.map(value).filter(|part| part.len() >= 12).collect()
 }
 
-/// The head of a request, as a page shows it.
+/// Returns the head of a request, as a page shows it.
 fn head(request: &Message) -> String {
     let headers = request.headers.iter().map(|(name, value)| format!("{name}: {value}\n"));
     let head = format!("{}\n{}", request.first, headers.collect::<String>());
@@ -43,7 +43,7 @@ const ECHOES: [&str; 7] = [
     "404 <Error><Code>NoSuchKey</Code><Message>\u{1b}[31m{}</Message></Error>",
 ];
 
-/// Calls that fail with such an answer.
+/// Returns the errors of calls that fail with such an answer.
 fn errors(store: &dyn Store) -> Vec<Error> {
     let none = Location { service: String::new(), bucket: "b".to_owned(), prefix: String::new() };
     let from = store.location().unwrap_or(none);
@@ -62,8 +62,8 @@ fn errors(store: &dyn Store) -> Vec<Error> {
     done.into_iter().filter_map(Result::err).collect()
 }
 
-/// Opens a store at a server that answers with echoes, and looks for what it got, and for what the store holds, in the
-/// errors.
+/// Opens a store at a server that answers with echoes, and checks that the errors contain neither the requests' secrets
+/// nor the store's.
 fn check(url: impl Fn(&str) -> String, held: &[&str]) {
     for echo in ECHOES {
         let got: Arc<Mutex<BTreeSet<String>>> = Arc::default();

@@ -1,4 +1,4 @@
-//! Every system call of a save goes wrong once, in every way: there is one clear error or a whole save, never a lie.
+//! Tests that every system call of a save may fail once, in every way: the outcome is one clear error or a whole save.
 
 mod save;
 
@@ -16,7 +16,7 @@ fn at_every_call(fault: Fault, mut judge: impl FnMut(&Call, &Result<()>, &SimDis
     on_every_disk(|disk| at_every_call_of(disk, fault, &mut judge));
 }
 
-/// With writes in flight through a ring, and without.
+/// Runs a test on every kind of disk: with writes in flight through a ring, and without.
 fn on_every_disk(mut test: impl FnMut(&dyn Fn() -> SimDisk)) {
     test(&SimDisk::new);
     test(&|| {
@@ -106,7 +106,7 @@ fn interruptions_and_short_transfers_are_continued() {
     at_every_call(Fault::Short, |call, saved, _| assert_eq!(*saved, Ok(()), "{call:?}"));
 }
 
-/// The requests that a network file system carried out although their answer was lost.
+/// Tests requests that a network file system carried out although their answer was lost.
 #[test]
 fn lost_answers_do_not_make_a_lie() {
     for errno in [Errno::IO, Errno::TIMEDOUT, Errno::INTR, Errno::EXIST] {
@@ -118,7 +118,7 @@ fn lost_answers_do_not_make_a_lie() {
     }
 }
 
-/// The answer to the decisive request is lost, and nobody can look.
+/// Tests that an unknown outcome is reported: the answer to the decisive request is lost, and the name cannot be read.
 #[test]
 fn what_cannot_be_known_is_said() {
     let disk = SimDisk::new();
@@ -196,7 +196,7 @@ fn a_directory_that_cannot_be_synced_is_an_error() {
     assert_eq!(store.sync(&["d/o"]).unwrap_err().kind, Kind::Unsupported);
 }
 
-/// Directories of other people above the root, which this process may search but not open.
+/// Tests directories of other users above the root, which this process may search but not open.
 #[test]
 fn foreign_directories_above_the_root_need_not_be_readable() {
     let disk = SimDisk::new();

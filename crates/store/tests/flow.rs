@@ -1,4 +1,4 @@
-//! How many objects are sent at a time, as the service sees it.
+//! Tests how many objects are sent at a time, as the service sees it.
 
 use std::io::{BufRead, BufReader, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -11,19 +11,20 @@ use shardfast_store::conformance::buffer;
 use shardfast_store::servers::Server;
 use shardfast_store::{Error, Next, ObjectWriter, Result, Write, Writes, open};
 
-/// What a service sees: how many requests it had at a time, from one to the next.
+/// A service that records how many requests it has at a time.
 struct Service {
-    /// Requests at a time beyond which it asks for fewer.
+    /// Number of requests at a time beyond which it throttles.
     most: usize,
-    /// How long it takes for one.
+    /// Time that a request takes.
     takes: Duration,
     now: AtomicUsize,
-    /// Of each request that it carried out or refused, in order: how many there were, and whether it was refused.
+    /// Record of each request that it carried out or refused, in order: how many there were, and whether it was
+    /// refused.
     seen: Mutex<Vec<(usize, bool)>>,
 }
 
 impl Service {
-    /// A service that forgets what it gets.
+    /// Starts a service that forgets what it receives.
     fn start(most: usize, takes: Duration) -> (Arc<Service>, String) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
@@ -88,7 +89,7 @@ impl<'a> Writes<'a> for Objects<'a> {
     }
 }
 
-/// Sends so many objects to the service.
+/// Sends `objects` objects to the service.
 fn send(server: &Server, objects: usize) {
     let store = open(&server.s3("flow")).unwrap();
     let create = |i| store.create(&format!("object-{i}"), BYTES as u64).unwrap();

@@ -1,4 +1,4 @@
-//! Objects of others in a bucket, with names that no store gives: they are passed over, and stay.
+//! Tests objects of other programs in a bucket, with names that no store uses: they are passed over, and stay.
 
 mod http;
 
@@ -13,10 +13,10 @@ use shardfast_store::{Kind, Store, open};
 
 use crate::http::{Message, answer, pass_on, serve};
 
-/// Names below a directory, as URLs have them.
+/// Names below a directory, as they appear in URLs.
 const FOREIGN: [&str; 5] = ["//theirs", "/theirs/", "/a%09b", "/step//theirs", "/step/"];
 
-/// Asks a server for `METHOD /TARGET`, signed with its keys: the status.
+/// Sends a server `METHOD /TARGET`, signed with its keys; returns the status.
 fn ask(server: &Server, method: &str, target: &str, body: &str) -> String {
     let mut request = ::http::Request::builder().method(method).uri(format!("{}/{target}", server.endpoint()));
     if method == "PUT" {
@@ -99,7 +99,7 @@ fn objects_of_others_stay_on_azurite() {
     });
 }
 
-/// A page of a list of `run`: names that no store gives, these names, and the token of the next page.
+/// Returns a page of a list of `run`: names that no store uses, these names, and the token of the next page.
 fn page(scheme: &str, objects: &[&str], dirs: &[&str], next: &str) -> String {
     let properties = "<Properties><Last-Modified>Wed, 21 Oct 2015 07:28:00 GMT</Last-Modified>\
                       <Content-Length>1</Content-Length><Content-Type>a</Content-Type></Properties>";
@@ -126,7 +126,7 @@ fn page(scheme: &str, objects: &[&str], dirs: &[&str], next: &str) -> String {
     }
 }
 
-/// What a service of two pages answers. It notes what is deleted.
+/// Answers as a service of two pages, and records deletions.
 fn two_pages(scheme: &str, request: &Message, deleted: &Mutex<BTreeSet<String>>) -> Message {
     let target = request.first.split(' ').nth(1).unwrap().to_owned();
     let body = String::from_utf8_lossy(&request.body).into_owned();

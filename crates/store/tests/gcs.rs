@@ -1,7 +1,7 @@
-//! `gs://` keeps the contract, as far as that can be shown without Google: no emulator speaks the interface that the
+//! Tests `gs://` against the contract, as far as possible without Google: no emulator speaks the interface that the
 //! client uses, so a translator stands in front of a server that speaks S3. It turns generations into ETags, Google's
-//! headers into Amazon's, and signs with that server's keys. What it does not show: Google's own answers to overload,
-//! its authentication, and that its condition holds under a race as the server's does.
+//! headers into Amazon's, and signs with that server's keys. It does not show Google's own answers to overload, its
+//! authentication, or that its condition holds under a race as the server's does.
 
 mod http;
 mod uploads;
@@ -16,7 +16,7 @@ use shardfast_store::{Kind, conformance, open};
 
 use crate::http::{Message, answer, pass_on, serve};
 
-/// The ETag of each generation that was told.
+/// ETag of each generation that a client got.
 type Generations = Arc<Mutex<HashMap<u64, String>>>;
 
 /// Signs a request of Amazon's interface with the keys of this server.
@@ -38,7 +38,7 @@ fn sign(request: &mut Message, server: &Server) {
     }
 }
 
-/// The request as Amazon's interface has it, and the generation that it asks for.
+/// Returns the request as Amazon's interface has it, and the generation that it asks for.
 fn request_of(mut request: Message, server: &Server, generations: &Generations) -> (Message, Option<u64>) {
     let mut generation = None;
     let (before, after) =
@@ -97,7 +97,7 @@ fn translate(request: Message, server: &Server, generations: &Generations) -> Op
     Some(answer)
 }
 
-/// A server that speaks Google's interface in front of this one.
+/// Starts a server that speaks Google's interface in front of this one.
 fn translator(server: &Server) -> String {
     let (service, generations) = (server.clone(), Generations::default());
     serve(move |request| translate(request, &service, &generations))
@@ -111,7 +111,7 @@ fn a_server_behind_a_translator() {
     });
 }
 
-/// The metadata of an instance, which gives its account's tokens; a profile leaves the test no other way to any.
+/// Starts the metadata of an instance, which issue its account's tokens; a profile leaves the test no other way to any.
 fn prepare(server: &mut Server) {
     let config = server.dir().join("config");
     server.has_profile_in(&config);
@@ -122,7 +122,7 @@ fn prepare(server: &mut Server) {
     server.has_variable("HOME", &home);
 }
 
-/// It lists uploads as Google's interface is documented to, by an interface that Google has taken over.
+/// Tests that uploads are listed as Google's interface documents it, by an interface that Google has taken over.
 #[test]
 fn uploads_that_were_not_completed_on_moto_behind_a_translator() {
     let test = "uploads_that_were_not_completed_on_moto_behind_a_translator";

@@ -1,5 +1,5 @@
-//! Real file systems that are full, read-only or not permitted. Mounting takes root; without it a test says that it was
-//! skipped.
+//! Tests real file systems that are full, read-only or not permitted. Mounting needs root; without it a test prints
+//! that it was skipped.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -159,7 +159,7 @@ fn ext4_read_only() {
 #[test]
 fn without_permission() {
     if geteuid().is_root() {
-        // Root may do everything: somebody else runs this test.
+        // Root may do everything: another user runs this test.
         let mut other = Command::new(std::env::current_exe().unwrap());
         match other.args(["--exact", "without_permission"]).uid(65_534).gid(65_534).output() {
             Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout)),

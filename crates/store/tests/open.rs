@@ -1,4 +1,4 @@
-//! URLs and paths, and what other programs may have left in a directory.
+//! Tests URLs and paths, and files that other programs may have left in a directory.
 
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
@@ -164,7 +164,7 @@ fn an_object_that_shrank_is_corrupt() {
     assert_eq!(error.message, "expected 200 bytes at 500, found an object of 600 bytes");
 }
 
-/// The client library signs a request with them, or panics.
+/// Tests places for which the client library could not sign a request, or would panic.
 #[test]
 fn places_that_no_request_can_be_signed_for_are_refused() {
     for (options, message) in [

@@ -1,5 +1,5 @@
-//! Keys of roles, which profiles name: found by a command, used, renewed, or refused by name. The command stands in for
-//! AWS's, which no package index has: it asks a real STS through the library that AWS's own is built on.
+//! Tests keys of roles, which profiles name: found by a command, used, renewed, or refused by name. The command
+//! replaces AWS's, which no package index has: it asks a real STS through the library that AWS's own is built on.
 
 mod http;
 
@@ -13,17 +13,17 @@ use shardfast_store::{Error, Kind, Store, conformance, open};
 
 use crate::http::{Message, answer, pass_on, serve};
 
-/// The library asks for it before it asks an STS.
+/// Region of the profiles: the library asks for one before it asks an STS.
 const AT: &str = "region = us-east-1\n";
 
 const ROLE: &str = "role_arn = arn:aws:iam::123456789012:role/saver\n";
 
-/// A request as a test looks at it.
+/// A recorded request.
 #[derive(Clone, Debug)]
 struct Seen {
-    /// Of a request to STS.
+    /// Form of a request to STS; `None` for other requests.
     form: Option<String>,
-    /// The key that signs it.
+    /// Key that signs it.
     key: String,
     token: Option<String>,
 }
@@ -38,18 +38,18 @@ fn seen(request: &Message) -> Seen {
     }
 }
 
-/// Stands in front of a server and notes what is asked.
+/// Proxy in front of a server that records requests.
 #[derive(Clone, Default)]
 struct Watch {
     seen: Arc<Mutex<Vec<Seen>>>,
-    /// Replaces how long the keys of a role last.
+    /// Time that the keys of a role last, in place of the server's.
     lasts: Arc<Mutex<Option<Duration>>>,
-    /// A key whose requests are refused, as when it has expired.
+    /// Key whose requests are refused, as when it has expired.
     expired: Arc<Mutex<Option<String>>>,
 }
 
 impl Watch {
-    /// Where it stands.
+    /// Starts the proxy; returns its URL.
     fn before(&self, server: &Server) -> String {
         let (watch, service) = (self.clone(), server.endpoint().to_owned());
         serve(move |request| {
@@ -72,7 +72,7 @@ impl Watch {
         })
     }
 
-    /// What was asked since the last time.
+    /// Returns the requests since the last call, those to STS first.
     fn take(&self) -> (Vec<Seen>, Vec<Seen>) {
         std::mem::take(&mut *self.seen.lock().unwrap()).into_iter().partition(|seen| seen.form.is_some())
     }
@@ -114,17 +114,17 @@ fn config(server: &Server) -> std::path::PathBuf {
     server.dir().join("config")
 }
 
-/// A profile with the server's keys.
+/// Returns a profile with the server's keys.
 fn base(server: &Server, secret: &str) -> String {
     format!("[profile base]\naws_access_key_id = {}\naws_secret_access_key = {secret}\n", server.keys().0)
 }
 
-/// A store that is reached at this endpoint, with the profile as it is now.
+/// Opens a store at this endpoint, with the profile as it is now.
 fn store(server: &Server, endpoint: &str, prefix: &str) -> Arc<dyn Store> {
     open(&format!("s3://{}/{prefix}?endpoint={endpoint}", server.bucket())).unwrap()
 }
 
-/// Checks that all requests were signed with keys of one role, which are others than these.
+/// Checks that all requests were signed with keys of one role, which differ from these.
 fn of_one_role(objects: &[Seen], key: &str) -> String {
     let first = objects.first().expect("requests of objects");
     assert!(first.key != key && !first.key.is_empty() && first.token.is_some(), "{first:?}");
@@ -132,7 +132,7 @@ fn of_one_role(objects: &[Seen], key: &str) -> String {
     first.key.clone()
 }
 
-/// The keys of a role are asked for, used and renewed.
+/// Tests that the keys of a role are requested, used and renewed.
 fn keys_of_a_role(server: &Server) {
     let watch = Watch::default();
     let endpoint = watch.before(server);
@@ -202,7 +202,7 @@ fn put_with(server: &Server, endpoint: &str, text: &str) -> Result<(), Error> {
     store(server, endpoint, "roles").put("x", b"bytes")
 }
 
-/// A role that takes a role: the keys of the first, with their token, sign the request for the second.
+/// Tests a role that takes a role: the keys of the first, with their token, sign the request for the second.
 fn chain_of_roles(server: &Server) {
     let watch = Watch::default();
     let endpoint = watch.before(server);
@@ -231,7 +231,7 @@ fn moto_gives_keys_of_a_role_of_a_role() {
     Server::prepared("moto", "moto_gives_keys_of_a_role_of_a_role", prepare, chain_of_roles);
 }
 
-/// The profile that is asked for takes its role with the keys of the environment.
+/// Tests that the profile that is asked for takes its role with the keys of the environment.
 fn with_the_environment(server: &Server) {
     let watch = Watch::default();
     let endpoint = watch.before(server);
@@ -268,7 +268,8 @@ fn failing_commands(server: &Server) {
         ),
         ("echo base-secret", "expected JSON with Version, AccessKeyId"),
         (
-            r#"echo '{"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "base-secret", "Expiration": "2001-01-01T00:00:00Z"}'"#,
+            r#"printf '{"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "base-secret", %s}' \
+               '"Expiration": "2001-01-01T00:00:00Z"'"#,
             "its keys expired at 2001",
         ),
         (

@@ -1,4 +1,4 @@
-//! Real servers of object storage keep the contract, or are refused.
+//! Tests real servers of object storage: they keep the contract, or are refused.
 
 mod uploads;
 
@@ -49,7 +49,7 @@ fn is_refused(url: &str) {
     assert!(error.message.contains("expected exactly one to succeed, found both"), "{error}");
 }
 
-/// It takes no notice of the condition.
+/// Tests a server that ignores the condition.
 #[test]
 fn s3rver_is_refused() {
     Server::with("s3rver", "s3rver_is_refused", |server| {
@@ -59,15 +59,15 @@ fn s3rver_is_refused() {
     });
 }
 
-/// Holds, by path, whether an object is there, and how many requests have looked whether it is.
+/// State of a hasty server: for each path whether an object exists, and how many requests have checked it.
 #[derive(Default)]
 struct Hasty {
     objects: Mutex<HashMap<String, (bool, u32)>>,
     looked: Condvar,
 }
 
-/// A server that looks at the condition when a request begins, and overwrites when it ends: as several did, of which no
-/// version can be installed any more. No request ends before two have looked, however slow the machine.
+/// Answers as a server that checks the condition when a request begins, and overwrites when it ends: as several did, of
+/// which no version can be installed any more. No request ends before two have checked, however slow the machine.
 fn hasty(stream: &TcpStream, hasty: &Hasty) -> Option<()> {
     let mut reader = BufReader::new(stream);
     loop {
@@ -122,7 +122,7 @@ fn a_server_that_looks_at_the_condition_too_early_is_refused() {
     });
 }
 
-/// Not on MinIO, which lists uploads by their whole names only.
+/// Tests uploads on all servers but MinIO, which lists uploads by their whole names only.
 fn uploads_are_listed_and_aborted(server: &Server) -> Duration {
     uploads::are_listed_and_aborted(|prefix| open(&server.s3(prefix)).unwrap())
 }
@@ -143,8 +143,8 @@ fn uploads_that_were_not_completed_on_versitygw() {
     });
 }
 
-/// MinIO does not complete an upload whose parts were copied, and this one keeps a wrong checksum of it: a copy of a
-/// checkpoint then goes the other way. What S3 itself does was not tried.
+/// Tests copies inside the service. MinIO does not complete an upload whose parts were copied, and this one keeps a
+/// wrong checksum of it: a copy of a checkpoint then takes the other way. S3 itself was not tried.
 #[test]
 fn long_objects_are_copied_inside_the_service_in_parts() {
     Server::with("versitygw", "long_objects_are_copied_inside_the_service_in_parts", |server| {

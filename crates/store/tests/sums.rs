@@ -1,4 +1,4 @@
-//! Checksums that the source of a write knows.
+//! Tests checksums that the source of a write knows.
 
 use std::sync::{Arc, Mutex};
 
@@ -8,7 +8,7 @@ use shardfast_store::{Error, Kind, Next, Parts, Result, Shared, Write, Writes, o
 
 const PART: &[u8] = b"123456789";
 
-/// Of [`PART`], as the catalogue of CRC algorithms gives it.
+/// CRC-64 of [`PART`], as the catalogue of CRC algorithms gives it.
 const CRC64: u64 = 0xae8b_1486_0a79_9888;
 
 struct Given<'a>(Mutex<Vec<Write<'a>>>);

@@ -20,7 +20,7 @@ use numbers::Tally;
 /// Bytes of tensors that are held of each checkpoint.
 const BATCH_BYTES: u64 = 8 << 20;
 
-/// How two checkpoints differ.
+/// Differences between two checkpoints.
 #[derive(Debug, Clone, Serialize)]
 pub struct Diff {
     /// The URL of the one.
@@ -40,12 +40,12 @@ pub struct Diff {
 pub struct Difference {
     /// Key and name.
     pub leaf: String,
-    /// How it differs.
+    /// Kind of the difference.
     #[serde(flatten)]
     pub kind: DifferenceKind,
 }
 
-/// How a leaf differs.
+/// Kind of a leaf's difference.
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "difference", rename_all = "snake_case")]
 pub enum DifferenceKind {
@@ -55,21 +55,21 @@ pub enum DifferenceKind {
     OnlyInB,
     /// The one has a tensor, the other an object, or an alias of another leaf; or dtypes or shapes differ.
     Kind {
-        /// What it is in `a`.
+        /// Description of the leaf in `a`.
         a: String,
-        /// What it is in `b`.
+        /// Description of the leaf in `b`.
         b: String,
     },
     /// Elements differ, bit by bit.
     Data(Elements),
-    /// Values differ.
+    /// Values that differ.
     Value(ValueDifference),
 }
 
-/// Which elements of a tensor differ.
+/// Elements of a tensor that differ.
 #[derive(Debug, Clone, Serialize)]
 pub struct Elements {
-    /// Element type.
+    /// Type of the elements.
     pub dtype: &'static str,
     /// Number of elements.
     pub elements: u64,
@@ -85,14 +85,14 @@ pub struct Elements {
     pub non_finite: u64,
 }
 
-/// Where an object's value differs first.
+/// First difference between an object's values.
 #[derive(Debug, Clone, Serialize)]
 pub struct ValueDifference {
     /// The way into the value: `["lr"][3].field`; empty when it is the value itself.
     pub path: String,
-    /// What `a` has there, as short text.
+    /// Text of the place in `a`, shortened.
     pub a: Option<String>,
-    /// What `b` has there.
+    /// Text of the place in `b`, shortened.
     pub b: Option<String>,
     /// The ranks whose values these are, where values differ by rank.
     pub ranks: Vec<Range<u32>>,
@@ -177,7 +177,7 @@ struct Part {
     bytes: usize,
 }
 
-/// What a leaf is, as text.
+/// Returns a description of a leaf, as text.
 fn kind(manifest: &Manifest, i: usize) -> String {
     match manifest.leaf(i).kind {
         LeafKind::Tensor { dtype, shape } => format!("tensor {dtype} {shape:?}"),
@@ -221,7 +221,7 @@ fn compare_tensors(a: &Checkpoint, b: &Checkpoint, pairs: &mut [Pair], progress:
     Ok(done)
 }
 
-/// Loads both sides of the batch at the same time and counts what differs. Returns the bytes of one side.
+/// Loads both sides of the batch at the same time and counts the differences. Returns the bytes of one side.
 fn compare_batch(
     a: &Checkpoint,
     b: &Checkpoint,

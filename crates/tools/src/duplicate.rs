@@ -1,17 +1,19 @@
-//! Checkpoints copied from one place to another, between any two stores.
+//! Copies checkpoints from one place to another, between any two stores.
 //!
 //! # Protocol
 //! 1. The source is opened: its `COMMIT` proves its manifest.
 //! 2. The copy is an attempt of its own, as a save is: its manifest is the source's under the attempt's name, and so
 //!    are the names of its files. Copies that are made at the same time never write the same file.
-//! 3. Each data file is copied as it is, in the pieces that suit the target. Every block is proven on the way, and the
+//! 3. Each data file is copied as it is, in pieces that suit the target. Every block is proven on the way, and the
 //!    header by the manifest; a file becomes durable before the next step. Inside one service the service copies, and
 //!    the checksum that it keeps of the copy is compared with the one that follows from the blocks'. A file that an
 //!    interrupted copy left, and that is proven to be whole, gets a second name instead.
+//!    interrupted copy left, and that is proven to be whole, gets a second name instead.
 //! 4. The manifest and the indexes follow, then `COMMIT`, create-if-absent: the copy exists from now on. What other
 //!    attempts left beside it goes: while `COMMIT` is there, none of them can be published.
-//! 5. Who finds that another copy was first removes its own files only, sees whether the first one's are all there, and
+//! 5. If another copy was first, this one removes its own files only, checks that the first one's are all there, and
 //!    has succeeded. The hash in a `COMMIT` tells whether it is of the same checkpoint: that of the source's manifest
+//!    under the attempt's name.
 //!    under the attempt's name.
 //!
 //! Where the checkpoint is committed already, files that are missing or short, or damaged if the bytes are to be
@@ -45,24 +47,24 @@ use shardfast_transfer::timeout::Timeout;
 use pieces::each_piece;
 pub use run::{FailedStep, Synced, sync};
 
-/// How often the mark in the target is renewed: far below the age of what is swept.
+/// Interval at which the mark in the target is renewed: far below the age at which files are swept.
 const RENEWED_AFTER: Duration = Duration::from_secs(600);
 
-/// How many bytes a second are read from the source, on average.
+/// Limit of the mean rate at which the source is read, in bytes per second.
 #[derive(Debug)]
 pub struct Limit {
     bytes_a_second: Option<f64>,
-    /// When the next piece may begin.
+    /// Time at which the next piece may begin.
     next: Mutex<Instant>,
 }
 
 impl Limit {
-    /// `None` for no limit.
+    /// Makes a limit; `None` for no limit.
     pub fn new(bytes_a_second: Option<u64>) -> Limit {
         Limit { bytes_a_second: bytes_a_second.map(|bytes| bytes.max(1) as f64), next: Mutex::new(Instant::now()) }
     }
 
-    /// Waits until so many bytes may be read.
+    /// Waits until `bytes` bytes may be read.
     fn wait(&self, bytes: u64) {
         let Some(rate) = self.bytes_a_second else { return };
         let now = Instant::now();
@@ -76,33 +78,33 @@ impl Limit {
     }
 }
 
-/// How a copy is made.
+/// Options of a copy.
 #[derive(Debug)]
 pub struct Copying {
-    /// How fast the source is read.
+    /// Limit of the rate at which the source is read.
     pub limit: Limit,
-    /// Whether the bytes of what is there already are proven, too.
+    /// `true` to prove the bytes of existing files, too.
     pub verify: bool,
 }
 
 /// A checkpoint that was copied.
 #[derive(Debug, Clone, Serialize)]
 pub struct Copied {
-    /// The source.
+    /// URL of the source.
     pub from: String,
-    /// The target.
+    /// URL of the target.
     pub to: String,
-    /// Data files.
+    /// Number of data files.
     pub files: u64,
-    /// Those that were there already, from a copy that was interrupted.
+    /// Data files that existed already, from an interrupted copy.
     pub files_found: u64,
-    /// Whether the whole checkpoint was committed there already.
+    /// `true` if the whole checkpoint was committed there already.
     pub was_there: bool,
     /// Files of it that were missing, short or damaged, and were sent again.
     pub files_mended: u64,
     /// Bytes of data files that were copied.
     pub bytes: u64,
-    /// Those of them that the storage copied by itself.
+    /// Bytes that the storage copied by itself.
     pub bytes_within: u64,
 }
 
@@ -123,7 +125,7 @@ pub fn copy(
     copy_between(engine, (source, from), (target, to), how, progress)
 }
 
-/// [`copy`] between stores that are already open at their places.
+/// Copies like [`copy`] between stores that are already open at their places.
 ///
 /// # Errors
 /// As [`copy`].
@@ -208,7 +210,7 @@ impl<'a> Copy<'a> {
         self.engine.timeout()
     }
 
-    /// The commit record at the target, if it is of this very checkpoint; `None` if nothing is committed there.
+    /// Returns the commit record at the target, if it is of this very checkpoint; `None` if nothing is committed there.
     fn committed(&self) -> Result<Option<Commit>> {
         let record = match retry(self.timeout(), || commit::read_commit(&*self.target, "")) {
             Err(error) if error.kind == Kind::NotFound => return Ok(None),
@@ -225,7 +227,7 @@ impl<'a> Copy<'a> {
         ))
     }
 
-    /// Steps 2 to 4.
+    /// Performs steps 2 to 4.
     fn make(&mut self) -> Result<()> {
         let target = Arc::clone(&self.target);
         let mark = Mark::put(&*target, self.timeout())?;
@@ -254,7 +256,7 @@ impl<'a> Copy<'a> {
         Ok(())
     }
 
-    /// The files of this manifest at the target.
+    /// Returns the files of this manifest at the target.
     fn files(&self, manifest: Arc<Manifest>) -> Files {
         let (target, to) = (Arc::clone(&self.target), self.to.to_owned());
         Files::new(target, to, manifest, self.timeout().clone(), commit::missing)
@@ -313,8 +315,8 @@ impl<'a> Copy<'a> {
         }
     }
 
-    /// Whether the checksum that the storage keeps of a copy is that of the blocks of the file `number`. If it is not,
-    /// the copy goes. Storage that keeps none, and gave the object a second name, has moved no byte.
+    /// Compares the checksum that the storage keeps of a copy with that of the blocks of the file `number`; deletes the
+    /// copy if they differ. Storage that keeps none, and gave the object a second name, has moved no byte.
     fn is_kept(&self, number: u32, path: &str) -> Result<bool> {
         let expected = self.source.files.open(number)?.crc64(self.source.files.entry(number));
         match retry(self.timeout(), || Ok(self.target.kept_crc64(path)?)) {
@@ -350,8 +352,8 @@ impl<'a> Copy<'a> {
         retry(self.timeout(), || Ok(object.finish()?))
     }
 
-    /// Whether a file of the right length is what the manifest says: by the checksum that the storage keeps of it, or
-    /// read and proven where it keeps none. A file on a disk may have its length and not its bytes.
+    /// Returns whether a file of the right length is that of the manifest: by the checksum that the storage keeps of
+    /// it, or read and proven if it keeps none. A file on a disk may have its length and not its bytes.
     fn is_whole(&self, found: &Files, number: u32) -> bool {
         let Ok(open) = found.open(number) else { return false };
         match self.target.kept_crc64(&found.entry(number).path) {
@@ -360,7 +362,7 @@ impl<'a> Copy<'a> {
         }
     }
 
-    /// Step 5, or what is left to do where the checkpoint was there already.
+    /// Performs step 5, or the rest of it if the checkpoint existed already.
     fn complete(mut self, record: &Commit) -> Result<Copied> {
         let expected = Manifest::under_attempt(self.bytes, &record.attempt)?;
         let manifest = Arc::new(Manifest::decode(&expected)?);
@@ -410,7 +412,7 @@ impl<'a> Copy<'a> {
         Ok(())
     }
 
-    /// Removes this attempt's files, of which none is named by what is committed.
+    /// Removes this attempt's files, none of which a committed manifest names.
     fn withdraw(&self) {
         // What stays goes with the next sweep.
         let _ = self.remove(|attempt| attempt == self.attempt);

@@ -23,18 +23,18 @@ use shardfast_transfer::writer::{self, FileJob};
 
 use crate::inspect::full_name;
 
-/// What was written.
+/// Result of an export.
 #[derive(Debug, Clone, Serialize)]
 pub struct Exported {
-    /// Where the files are.
+    /// URL of the files.
     pub url: String,
-    /// The shards.
+    /// Shards that were written.
     pub files: Vec<ExportedFile>,
     /// The index's name; none when there is one shard only.
     pub index: Option<String>,
     /// Number of tensors.
     pub tensors: u64,
-    /// Their bytes.
+    /// Bytes of all tensors.
     pub tensor_bytes: u64,
     /// Names that are left out because another name has the same tensor, and that name.
     pub tied: BTreeMap<String, String>,
@@ -42,12 +42,12 @@ pub struct Exported {
     pub objects_left_out: Vec<String>,
 }
 
-/// One shard.
+/// One exported shard.
 #[derive(Debug, Clone, Serialize)]
 pub struct ExportedFile {
-    /// Its name.
+    /// Name of the file.
     pub name: String,
-    /// Its size, header included.
+    /// Size in bytes, header included.
     pub bytes: u64,
     /// Number of tensors in it.
     pub tensors: u64,
@@ -63,7 +63,7 @@ pub fn export(checkpoint: &Checkpoint, out_url: &str, key: &str, shard_bytes_max
     export_to(checkpoint, &*shardfast_store::open(out_url)?, key, shard_bytes_max)
 }
 
-/// [`export`] into a store that is already open at the place.
+/// Exports like [`export`] into a store that is already open at the place.
 ///
 /// # Errors
 /// As [`export`].
@@ -122,7 +122,7 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
 /// A tensor to be written.
 #[derive(Debug, Clone)]
 struct Tensor {
-    /// Its name in the shard.
+    /// Name in the shard.
     name: String,
     /// The leaf that holds its data.
     leaf: usize,
@@ -132,14 +132,14 @@ struct Tensor {
 }
 
 struct Chosen {
-    /// By name.
+    /// Tensors, sorted by name.
     tensors: Vec<Tensor>,
     tied: BTreeMap<String, String>,
     objects: Vec<String>,
 }
 
-/// The tensors under the key. A tensor of another key that is tied to names of this one is written under the first of
-/// them.
+/// Chooses the tensors under the key. A tensor of another key that is tied to names of this one is written under the
+/// first of them.
 fn choose(manifest: &Manifest, key: &str) -> Chosen {
     let mut chosen = Chosen { tensors: Vec::new(), tied: BTreeMap::new(), objects: Vec::new() };
     let of_key = |i: &usize| manifest.leaf(*i).key == key;
@@ -202,8 +202,8 @@ fn refuse_taken(store: &dyn Store, key: &str) -> Result<()> {
     }
 }
 
-/// The tensors in their order, as many to a shard as fit; one that is too large for any stands alone, and those around
-/// it stay together.
+/// Divides the tensors in their order into shards, as many to a shard as fit. A tensor that is too large for any stands
+/// alone, and those around it stay together.
 fn shards(tensors: &[Tensor], shard_bytes_max: u64) -> Vec<Vec<Tensor>> {
     let mut shards: Vec<Vec<Tensor>> = Vec::new();
     let mut open: Option<(usize, u64)> = None;

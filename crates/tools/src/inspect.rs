@@ -1,4 +1,4 @@
-//! What a checkpoint or a run holds, without its tensors' data.
+//! Summarizes checkpoints and runs, without their tensors' data.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -21,69 +21,69 @@ use shardfast_transfer::timeout::Timeout;
 
 use crate::repr;
 
-/// Values up to this size, in bytes, are decoded and shown.
+/// Largest value, in bytes, that is decoded and shown.
 const VALUE_BYTES_MAX: u64 = 1 << 20;
 
-/// Encoded values read at a time, in bytes.
+/// Bytes of encoded values that are read at a time.
 const BATCH_BYTES: u64 = 4 << 20;
 
 /// Characters of a value's text.
 const VALUE_CHARS_MAX: usize = 200;
 
-/// What is at a URL: a run with its steps, or one checkpoint.
+/// Checkpoints at a URL: a run with its steps, or one checkpoint.
 #[derive(Debug, Clone, Serialize)]
 pub struct History {
-    /// The URL.
+    /// URL that was inspected.
     pub url: String,
-    /// Whether it is a run.
+    /// `true` for a run.
     pub is_run: bool,
-    /// The run's steps, ascending; or the one checkpoint.
+    /// Steps of the run, ascending; or the one checkpoint.
     pub checkpoints: Vec<Outline>,
-    /// The URLs of runs of steps that were moved out of its way.
+    /// URLs of runs of steps that were moved out of its way.
     pub abandoned: Vec<String>,
 }
 
 /// A checkpoint in a list.
 #[derive(Debug, Clone, Serialize)]
 pub struct Outline {
-    /// Its URL.
+    /// URL of the checkpoint.
     pub url: String,
-    /// Its training step, from its directory's name or from what was noted in it.
+    /// Training step, from its directory's name or from its notes.
     pub step: Option<u64>,
-    /// Whether it exists, and can be read.
+    /// State of the checkpoint: whether it exists, and can be read.
     pub status: Status,
-    /// Why it cannot be read.
+    /// Reason why it cannot be read.
     pub error: Option<String>,
-    /// The note of its pin; `None` if it is not pinned.
+    /// Note of its pin; `None` if it is not pinned.
     pub pinned: Option<String>,
-    /// What it holds; only of a committed one.
+    /// Contents; only of a committed one.
     pub holds: Option<Holdings>,
 }
 
-/// Whether a checkpoint exists.
+/// State of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
-    /// It exists, and its manifest is proven.
+    /// Committed, with a proven manifest.
     Committed,
-    /// It has no commit: its save was cut off or is still running.
+    /// Without a commit: its save was interrupted or is still running.
     Incomplete,
-    /// No rule kept it: its commit was taken back, and its files will be deleted.
+    /// Released by retention: its commit was taken back, and its files will be deleted.
     Leaving,
-    /// It was committed, and its commit or its manifest cannot be read.
+    /// Committed, but its commit or its manifest cannot be read.
     Unreadable,
 }
 
-/// Who saved a checkpoint, and how much it is.
+/// Origin and size of a checkpoint.
 #[derive(Debug, Clone, Serialize)]
 pub struct Holdings {
-    /// The save's own name.
+    /// Attempt that saved it.
     pub attempt: String,
-    /// When the save was requested, in milliseconds since 1970-01-01 UTC.
+    /// Time of the request to save, in milliseconds since 1970-01-01 UTC.
     pub created_unix_ms: u64,
     /// Number of ranks that saved.
     pub world: u32,
-    /// The program that wrote it.
+    /// Program that wrote it.
     pub writer: String,
     /// Number of leaves.
     pub leaves: u64,
@@ -113,7 +113,7 @@ impl Holdings {
     }
 }
 
-/// Every step of the run at `url`, or the one checkpoint there. Reads commits and manifests.
+/// Lists every step of the run at `url`, or the one checkpoint there. Reads commits and manifests.
 ///
 /// # Errors
 /// `NotFound` when neither is there; the store's errors. A checkpoint that cannot be read has its error in its line.
@@ -163,7 +163,7 @@ enum Found {
         bytes: u64,
         pinned: Option<String>,
     },
-    /// There is no commit.
+    /// No commit was found.
     Without(Status),
 }
 
@@ -182,31 +182,31 @@ fn look(url: &str, shared: &Arc<Shared>, timeout: &Timeout) -> Result<Found> {
     }
 }
 
-/// What a checkpoint holds.
+/// Contents of a checkpoint.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
-    /// The checkpoint's URL.
+    /// URL of the checkpoint.
     pub url: String,
-    /// The training step that was noted.
+    /// Training step in the manifest.
     pub step: Option<u64>,
-    /// Who saved it, and how much it is.
+    /// Origin and size of the checkpoint.
     pub holds: Holdings,
-    /// What the user noted.
+    /// Notes of the user.
     pub user: BTreeMap<String, String>,
-    /// The keys of the state, sorted.
+    /// Keys of the state, sorted.
     pub keys: Vec<KeySummary>,
-    /// The leaves that were asked for, by key and name.
+    /// Leaves that were asked for, by key and name.
     pub leaves: Vec<LeafSummary>,
 }
 
-/// What one key of the state holds.
+/// Contents of one key of the state.
 #[derive(Debug, Clone, Serialize)]
 pub struct KeySummary {
-    /// The key.
+    /// Key of the state.
     pub key: String,
     /// Number of tensors.
     pub tensors: u64,
-    /// Their bytes.
+    /// Bytes of all tensors.
     pub tensor_bytes: u64,
     /// Number of objects.
     pub objects: u64,
@@ -214,23 +214,23 @@ pub struct KeySummary {
     pub aliases: u64,
 }
 
-/// One leaf.
+/// Summary of one leaf.
 #[derive(Debug, Clone, Serialize)]
 pub struct LeafSummary {
     /// Key and name: `model/layers.0.weight`.
     pub leaf: String,
-    /// The layout in the saving job, as text; may be empty.
+    /// Layout in the saving job, as text; may be empty.
     pub layout: String,
-    /// What it is.
+    /// Kind of the leaf.
     #[serde(flatten)]
     pub kind: KindSummary,
 }
 
-/// What a leaf is.
+/// Kind of a leaf.
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum KindSummary {
-    /// A tensor.
+    /// A tensor of the checkpoint.
     Tensor {
         /// Element type, as safetensors calls it.
         dtype: &'static str,
@@ -247,12 +247,12 @@ pub enum KindSummary {
     Object {
         /// Size of all its values in bytes.
         bytes: u64,
-        /// The values.
+        /// Values of the object.
         values: Vec<ValueSummary>,
     },
     /// The same tensor as another leaf.
     Alias {
-        /// The leaf that holds the data.
+        /// Leaf that holds the data.
         of: String,
     },
 }
@@ -260,18 +260,18 @@ pub enum KindSummary {
 /// One value of an object.
 #[derive(Debug, Clone, Serialize)]
 pub struct ValueSummary {
-    /// The ranks that saved it.
+    /// Ranks that saved it.
     pub ranks: Vec<Range<u32>>,
     /// Size of its encoding in bytes.
     pub bytes: u64,
-    /// The value as short text; only when asked for, readable and not too large.
+    /// Value as short text; only when asked for, readable and not too large.
     pub text: Option<String>,
-    /// Why it cannot be shown.
+    /// Reason why it cannot be shown.
     pub error: Option<String>,
 }
 
-/// What the checkpoint holds. `leaf` chooses leaves by a pattern over `key/name` (`*` stands for any text, `?` for one
-/// character); totals are over all leaves. With `values`, objects are read and shown. On this rank alone.
+/// Summarizes the checkpoint. `leaf` selects leaves by a pattern over `key/name` (`*` stands for any text, `?` for one
+/// character); totals are over all leaves. With `values`, objects are read and shown. Runs on this rank alone.
 ///
 /// # Errors
 /// The store's errors. A damaged value has its error in its line.
@@ -293,7 +293,7 @@ pub fn summary(checkpoint: &Checkpoint, leaf: Option<&str>, values: bool) -> Res
     })
 }
 
-/// `key/name` of leaf `i`.
+/// Returns `key/name` of leaf `i`.
 pub(crate) fn full_name(manifest: &Manifest, i: usize) -> String {
     let leaf = manifest.leaf(i);
     format!("{}/{}", leaf.key, leaf.name)
@@ -367,7 +367,7 @@ fn show_values(checkpoint: &Checkpoint, chosen: &[usize], leaves: &mut [LeafSumm
     Ok(())
 }
 
-/// Each value, or its error. Reads all at once, and one by one only after a failure.
+/// Returns each value, or its error. Reads all at once, and one by one only after a failure.
 pub(crate) fn load_each(checkpoint: &Checkpoint, values: &[ValueRef]) -> Vec<Result<Vec<u8>>> {
     match checkpoint.load_alone(&[], values) {
         Ok(encoded) => encoded.into_iter().map(Ok).collect(),
@@ -376,7 +376,7 @@ pub(crate) fn load_each(checkpoint: &Checkpoint, values: &[ValueRef]) -> Vec<Res
     }
 }
 
-/// Whether the text is one that the pattern describes: `*` stands for any text, `?` for one character.
+/// Returns whether `pattern` matches `text`: `*` stands for any text, `?` for one character.
 fn matches(pattern: &str, text: &str) -> bool {
     let (pattern, text): (Vec<char>, Vec<char>) = (pattern.chars().collect(), text.chars().collect());
     let (mut p, mut t) = (0, 0);

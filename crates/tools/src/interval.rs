@@ -1,4 +1,5 @@
-//! How many steps to train between two saves so that least time is wasted. Pure: no clock, no storage, no state.
+//! Computes how many steps to train between two saves so that least time is wasted. Pure: no clock, no storage, no
+//! state.
 //!
 //! # The model
 //! Failures come at random, `M` seconds after each other on average. The training saves after every `T` seconds of
@@ -21,35 +22,35 @@
 use serde::Serialize;
 use shardfast_transfer::error::{Error, Result};
 
-/// The least share of the time between two saves in which no save is in flight. What a save costs shows only beside
-/// such quiet steps: without them an interval that is too short would stay too short.
+/// Least share of the time between two saves in which no save is in flight. The cost of a save can only be measured
+/// against such quiet steps: without them an interval that is too short would stay too short.
 const QUIET_SHARE: f64 = 0.1;
 
-/// What decides about the interval, in seconds.
+/// Figures that determine the interval, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Costs {
-    /// A step while no save is in flight; above zero.
+    /// Seconds of a step while no save is in flight; above zero.
     pub step_s: f64,
-    /// What a save costs the training: its waits, and by how much steps are slower while it is in flight.
+    /// Cost of a save for the training: its waits, and the slowdown of steps while it is in flight.
     pub cost_s: f64,
-    /// From the saved step to the commit.
+    /// Seconds from the saved step to the commit.
     pub lag_s: f64,
     /// Mean time between failures of the whole job; above zero.
     pub mtbf_s: f64,
-    /// From a failure to the first step after it.
+    /// Seconds from a failure to the first step after it.
     pub restart_s: f64,
 }
 
 /// The user's bounds of the interval, in steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
-    /// At least 1.
+    /// Least number of steps, at least 1.
     pub at_least: u64,
-    /// `None` for no upper bound.
+    /// Largest number of steps; `None` for no bound.
     pub at_most: Option<u64>,
 }
 
-/// When to save.
+/// Interval between saves, and its waste.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Interval {
     /// Steps from one save to the next.
@@ -58,26 +59,26 @@ pub struct Interval {
     pub interval_s: f64,
     /// Seconds wasted for each second of training.
     pub waste: f64,
-    /// What decided.
+    /// Limit that determined the interval.
     pub limit: Limit,
 }
 
-/// What decided about an interval.
+/// Limit that determines an interval.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
-    /// It wastes least.
+    /// The interval with the least waste of time.
     Waste,
-    /// The storage takes no more saves.
+    /// The storage's throughput: it takes no more saves.
     Storage,
-    /// The lower bound.
+    /// The user's lower bound.
     AtLeast,
-    /// The upper bound.
+    /// The user's upper bound.
     AtMost,
 }
 
 impl Limit {
-    /// Its name, as in JSON.
+    /// Returns the limit's name, as in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Limit::Waste => "waste",
@@ -96,19 +97,19 @@ impl Costs {
         (mtbf_s + restart_s) / interval_s * ((interval_s + lag_s) / mtbf_s).exp() * failing - 1.0
     }
 
-    /// The seconds of quiet steps between two saves that waste least, whatever the storage sustains.
+    /// Returns the seconds of quiet steps between two saves that waste least, whatever the storage sustains.
     pub fn optimum_s(&self) -> f64 {
         self.mtbf_s * one_plus_w0(self.cost_s / self.mtbf_s)
     }
 
-    /// The fewest seconds between two saves that the storage sustains: a save commits before the next one begins, and a
-    /// tenth of the steps are quiet. Two saves in flight would share the storage and take twice as long.
+    /// Returns the fewest seconds between two saves that the storage sustains: a save commits before the next one
+    /// begins, and a tenth of the steps are quiet. Two saves in flight would share the storage and take twice as long.
     pub fn sustained_s(&self) -> f64 {
         self.lag_s / (1.0 - QUIET_SHARE)
     }
 
-    /// The number of steps between two saves that wastes least, not below what the storage sustains. The user's bounds
-    /// come last: above what the storage sustains they cost more, below it the training waits.
+    /// Returns the number of steps between two saves that wastes least, not below what the storage sustains. The user's
+    /// bounds come last: above what the storage sustains they cost more, below it the training waits.
     ///
     /// # Errors
     /// `Invalid` for times that are not finite or negative, for a step or a mean time between failures of zero, and for
@@ -171,8 +172,8 @@ impl Bounds {
     }
 }
 
-/// The mean time between failures after what was seen: `restarts` failures in `trained_s` seconds, and before that one
-/// in the `expected_s` seconds that the user expects.
+/// Returns the mean time between failures: `restarts` failures in `trained_s` seconds were observed, and one in the
+/// `expected_s` seconds that the user expects.
 pub fn mean_time_between_failures(expected_s: f64, restarts: u64, trained_s: f64) -> f64 {
     (expected_s + trained_s) / (1.0 + restarts as f64)
 }
@@ -196,22 +197,23 @@ impl Forecast {
         self.bytes.div_ceil(self.ranks.max(1))
     }
 
-    /// What a save costs at most, in seconds, if it only copies: nothing of the copy is hidden behind a step.
+    /// Returns the cost of a save at most, in seconds, if it only copies: no part of the copy is hidden behind a step.
     pub fn cost_s(&self) -> f64 {
         self.bytes_per_rank() as f64 / self.copy_bytes_per_s as f64
     }
 
-    /// From the saved step to the commit, in seconds: copies and writes overlap, and the slower of them decides.
+    /// Returns the seconds from the saved step to the commit: copies and writes overlap, and the slower of them
+    /// decides.
     pub fn lag_s(&self) -> f64 {
         self.cost_s().max(self.bytes as f64 / self.storage_bytes_per_s as f64)
     }
 }
 
-/// A time in seconds: a number with `ms`, `s`, `m`, `h` or `d`, such as `6h`, `1.5d` or `450ms`; without a unit it is
-/// in seconds.
+/// Parses a time in seconds: a number with `ms`, `s`, `m`, `h` or `d`, such as `6h`, `1.5d` or `450ms`; without a unit
+/// it is in seconds.
 ///
 /// # Errors
-/// `Invalid` for what is no time above zero.
+/// `Invalid` for a text that is no time above zero.
 pub fn seconds(text: &str) -> Result<f64> {
     let text = text.trim();
     let (number, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len()));
@@ -232,8 +234,8 @@ pub fn seconds(text: &str) -> Result<f64> {
     )))
 }
 
-/// `1 + W0(-exp(-1 - x))` for `x >= 0`, with Lambert's `W0`, to full double precision also where `x` is tiny: there
-/// `W0` itself lies so close to its branch point, -1, that adding 1 would leave few digits.
+/// Returns `1 + W0(-exp(-1 - x))` for `x >= 0`, with Lambert's `W0`, to full double precision also where `x` is tiny:
+/// there `W0` itself is so close to its branch point, -1, that adding 1 would leave few digits.
 ///
 /// It is the `y` in 0 .. 1 with `-y - ln(1 - y) = x`, found by Newton's method.
 fn one_plus_w0(x: f64) -> f64 {
@@ -262,7 +264,7 @@ fn one_plus_w0(x: f64) -> f64 {
     y
 }
 
-/// `-y - ln(1 - y)` for `0 < y < 1`: where `y` is small, its series, since both terms would cancel.
+/// Returns `-y - ln(1 - y)` for `0 < y < 1`: for a small `y` its series, since both terms would cancel.
 fn minus_y_minus_ln_of_rest(y: f64) -> f64 {
     if y > 0.25 {
         return -y - (-y).ln_1p();
@@ -412,7 +414,7 @@ mod tests {
         assert!((job.cost_s() - 0.978).abs() < 0.001);
     }
 
-    /// SplitMix64.
+    /// Random numbers by SplitMix64.
     struct Dice(u64);
 
     impl Dice {
@@ -423,15 +425,15 @@ mod tests {
             mixed ^ (mixed >> 31)
         }
 
-        /// Exponentially distributed.
+        /// Draws an exponentially distributed time.
         fn until_failure(&mut self, mtbf_s: f64) -> f64 {
             -(-((self.next() >> 11) as f64 / (1_u64 << 53) as f64)).ln_1p() * mtbf_s
         }
     }
 
-    /// Trains step by step, with a save after every so many, until so many failures; the time that was wasted for each
-    /// second of training that survived. Half of a save's cost stops the training at once, the rest slows down the next
-    /// two steps.
+    /// Trains step by step, with a save after every `steps`, until `failures` failures; returns the time wasted for
+    /// each second of training that survived. Half of a save's cost stops the training at once, the rest slows down the
+    /// next two steps.
     fn simulated(costs: Costs, steps: u64, failures: u32, dice: &mut Dice) -> f64 {
         let (mut wall, mut committed) = (0.0, 0_u64);
         for _ in 0..failures {

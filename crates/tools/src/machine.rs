@@ -1,4 +1,4 @@
-//! What this machine offers to saves and loads, found by trying.
+//! Finds out what this machine offers to saves and loads, by trying.
 
 use rustix::process::{Resource, getrlimit};
 use shardfast_engine::links_max;
@@ -8,16 +8,16 @@ use shardfast_transfer::cuda::Devices;
 use shardfast_transfer::error::Result;
 use shardfast_transfer::memory::{limit_bytes, memory_bytes, staging_bytes_default};
 
-/// What was found.
+/// Findings about this machine.
 #[derive(Debug)]
 pub struct Machine {
     /// The system's name, release and architecture.
     pub system: String,
-    /// What its kernel offers this process.
+    /// Features that its kernel offers this process.
     pub kernel: Kernel,
-    /// What the place for checkpoints offers.
+    /// Features that the place for checkpoints offers.
     pub directory: Directory,
-    /// How many CUDA devices there are, or why the driver cannot be used.
+    /// Number of CUDA devices, or the reason why the driver cannot be used.
     pub cuda_devices: Result<u32>,
     /// The machine's memory.
     pub memory_bytes: u64,
@@ -25,11 +25,11 @@ pub struct Machine {
     pub memory_limit_bytes: Option<u64>,
     /// The staging memory that all ranks on the machine share by default.
     pub staging_bytes_default: u64,
-    /// How many files this process may have open; `None` for any number.
+    /// Number of files that this process may have open; `None` for any number.
     pub open_files_max: Option<u64>,
-    /// With how many ranks of other machines this process can be connected at once.
+    /// Number of ranks of other machines that this process can be connected with at once.
     pub links_max: u64,
-    /// How much memory this process may lock; `None` for all of it.
+    /// Bytes of memory that this process may lock; `None` for all of it.
     pub locked_bytes_max: Option<u64>,
 }
 

@@ -24,7 +24,7 @@ struct File {
 
 /// One saved part of a tensor, row-major, proven.
 pub struct View {
-    /// Which part of the tensor.
+    /// Region of the tensor.
     pub region: Region,
     file: Arc<File>,
     bytes: Range<usize>,
@@ -45,13 +45,13 @@ impl Mapped {
         Mapped { checkpoint, files }
     }
 
-    /// The checkpoint itself.
+    /// Returns the checkpoint itself.
     pub fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
     }
 
-    /// The saved parts of the tensor that is leaf `leaf` of the manifest. Reads and verifies those of their blocks that
-    /// were not verified before.
+    /// Returns the saved parts of the tensor that is leaf `leaf` of the manifest. Reads and verifies those of their
+    /// blocks that were not verified before.
     ///
     /// # Errors
     /// `Invalid` when the leaf is no tensor; `Corrupt` as in [`Checkpoint::load`]; `Unsupported` when the storage

@@ -7,7 +7,8 @@ use shardfast_format::{Int, Tag, Value};
 /// Bytes of a bytes object that are shown.
 const BYTES_SHOWN: usize = 16;
 
-/// The value as text of at most `chars_max` characters; a longer one ends with `…`. Control characters are escaped.
+/// Returns the value as text of at most `chars_max` characters; a longer one ends with `…`. Control characters are
+/// escaped.
 pub(crate) fn short(value: &Value, chars_max: usize) -> String {
     let mut out = Limited { text: String::new(), chars_left: chars_max.saturating_sub(1) };
     if write(&mut out, value).is_err() {

@@ -1,4 +1,4 @@
-//! Removes what no commit can ever name: what crashed saves, copies and retention left behind.
+//! Removes files that no commit can ever name: debris of crashed saves, copies and retention.
 //!
 //! # Protocol
 //! 1. The time is that of the store's own clock: an object is written, looked at and deleted.
@@ -34,38 +34,38 @@ use shardfast_transfer::timeout::Timeout;
 /// The least age that a sweep accepts.
 pub const AGE_MIN: Duration = SAVE_MAX.saturating_mul(2);
 
-/// What a sweep removed, or would remove.
+/// Files that a sweep removed, or would remove.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Swept {
     /// The run, or the checkpoint.
     pub url: String,
     /// Files, by URL.
     pub files: Vec<String>,
-    /// Their size, in bytes.
+    /// Size of the files, in bytes.
     pub bytes: u64,
-    /// Uploads that were not completed, by the URL of what they would have become.
+    /// Uploads that were not completed, by the URL of their object.
     pub uploads: Vec<String>,
     /// Directories without a commit in which something was changed lately: a save may be running there.
     pub young: Vec<String>,
-    /// What was left alone, and why.
+    /// Places that were spared, with the reasons.
     pub spared: Vec<SparedPlace>,
 }
 
 /// A place that a sweep left alone.
 #[derive(Debug, Clone, Serialize)]
 pub struct SparedPlace {
-    /// Its URL.
+    /// URL of the place.
     pub url: String,
-    /// Why.
+    /// Reason why it was spared.
     pub reason: String,
 }
 
 /// Sweeps the run at `url`, or the place of one checkpoint. With `dry` nothing is removed. `progress` gets the
-/// directories looked at so far and in all.
+/// directories examined so far and in all.
 ///
 /// # Errors
-/// `Invalid` for an age below [`AGE_MIN`]; `NotFound` when nothing is at `url`; the store's errors. What was removed
-/// before an error stays removed; the sweep can be made again.
+/// `Invalid` for an age below [`AGE_MIN`]; `NotFound` when nothing is at `url`; the store's errors. Files removed
+/// before an error stay removed; the sweep can be repeated.
 pub fn sweep(
     url: &str,
     older_than: Duration,
@@ -83,7 +83,7 @@ pub fn sweep(
     sweep_in(&*runs::store(url, timeout)?, url, older_than, dry, timeout, progress)
 }
 
-/// [`sweep`] of a store that is open, with any age.
+/// Sweeps like [`sweep`] a store that is open, with any age.
 ///
 /// # Errors
 /// As [`sweep`].
@@ -132,7 +132,7 @@ pub fn sweep_in(
     Ok(swept)
 }
 
-/// The time by the store's own clock.
+/// Returns the time by the store's own clock.
 fn clock(store: &dyn Store, timeout: &Timeout) -> Result<SystemTime> {
     let name = shardfast_store::temporary()?;
     retry(timeout, || Ok(store.put(&name, b"now")?))?;
@@ -151,7 +151,7 @@ impl Swept {
     }
 }
 
-/// Whether a directory without a commit may be a save's or a copy's that is under way.
+/// Age of a directory without a commit: whether it may be a save's or a copy's in progress.
 #[derive(PartialEq, Eq)]
 enum Age {
     Young,
@@ -167,7 +167,7 @@ struct Sweep<'a> {
 }
 
 impl Sweep<'_> {
-    /// Step 2 for one directory.
+    /// Performs step 2 for one directory.
     fn place(&self, place: &Entry, swept: &mut Swept) -> Result<Age> {
         let dir = place.name.as_str();
         let found = match contents::own(self.store, dir, self.timeout) {
@@ -213,7 +213,7 @@ impl Sweep<'_> {
         Ok(Age::Old)
     }
 
-    /// Step 2 for a directory without a commit.
+    /// Performs step 2 for a directory without a commit.
     fn uncommitted(&self, place: &Entry, found: &Contents, swept: &mut Swept) -> Result<Age> {
         let dir = place.name.as_str();
         if found.own.is_empty() {
@@ -260,7 +260,7 @@ impl Sweep<'_> {
         retention::prove(self.store, self.url, newest.step, self.timeout)
     }
 
-    /// Step 3: uploads of own files. Those below a place in which something was changed lately may be a copy's.
+    /// Performs step 3: uploads of own files. Those below a place that was changed recently may be a copy's.
     fn uploads(&self, young: &[&str], swept: &mut Swept) -> Result<()> {
         let uploads = match retry(self.timeout, || Ok(self.store.uploads()?)) {
             Err(error) if error.kind == Kind::Unsupported => {

@@ -40,18 +40,18 @@ const FILES_OPEN: usize = 64;
 /// Encoded values read at a time, in bytes.
 const BATCH_BYTES: u64 = 4 << 20;
 
-/// What `verify` read and found.
+/// Results of `verify`, and what it read.
 #[derive(Debug, Clone, Serialize)]
 pub struct VerifyReport {
     /// The checkpoint's URL.
     pub url: String,
-    /// Its training step, where one was noted.
+    /// Training step, if one was noted.
     pub step: Option<u64>,
     /// Number of leaves.
     pub leaves: u64,
     /// Number of data files.
     pub files: u64,
-    /// Whether files were compared with checksums that the storage keeps of them, instead of being read.
+    /// `true` if files were compared with checksums that the storage keeps of them, instead of being read.
     pub is_stored: bool,
     /// Bytes of data, and blocks that were compared with their checksums.
     pub bytes: u64,
@@ -68,7 +68,7 @@ pub struct VerifyReport {
 }
 
 impl VerifyReport {
-    /// Whether the checkpoint is sound.
+    /// Returns whether the checkpoint is undamaged.
     pub fn is_sound(&self) -> bool {
         self.findings.is_empty()
     }
@@ -83,17 +83,17 @@ pub fn verify(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sy
     verify_in(engine, engine.store(url, engine.timeout())?, url, progress)
 }
 
-/// [`verify`] without reading data: each file's checksum that the storage keeps since it took the file is compared
-/// with the one that follows from the header, in two requests a file. It proves what the storage took and says that it
-/// keeps, not what it would return.
+/// Verifies like [`verify`] without reading data: compares each file's checksum that the storage has kept since it
+/// received the file with the one that follows from the header, in two requests a file. This proves what the storage
+/// received and reports, not what it would return.
 ///
 /// # Errors
-/// As [`verify`]; `Unsupported` where the storage keeps no such checksums.
+/// As [`verify`]; `Unsupported` if the storage keeps no such checksums.
 pub fn verify_stored(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<VerifyReport> {
     run(engine, engine.store(url, engine.timeout())?, url, true, progress)
 }
 
-/// [`verify`] in a store that is already open at the checkpoint's place.
+/// Verifies like [`verify`] in a store that is already open at the checkpoint's place.
 ///
 /// # Errors
 /// As [`verify`].
@@ -186,7 +186,7 @@ fn run(
     })
 }
 
-/// The report of a checkpoint with a damaged commit or manifest.
+/// Returns the report of a checkpoint with a damaged commit or manifest.
 fn of_broken_top(url: &str, problem: Problem, error: Error) -> VerifyReport {
     VerifyReport {
         url: url.to_owned(),
@@ -251,14 +251,14 @@ struct Run<'a> {
     values: AtomicU64,
     is_stored: bool,
     timeout: &'a Timeout,
-    /// Why nothing can be said of files.
+    /// First failure that left files unchecked.
     failure: FirstFailure,
 }
 
 enum Task {
     Header(u32),
     Blocks(u32, Range<u64>),
-    /// The whole file, by what the storage keeps of it.
+    /// Comparison of a whole file with the checksum that the storage keeps of it.
     Kept(u32),
 }
 
@@ -289,8 +289,8 @@ impl Run<'_> {
         reader::each_ahead(tasks.chain(kept), needs.in_flight, announce, work);
     }
 
-    /// Verifies the header first, then the blocks, so many bytes at a time, while the file as a whole is sound: the
-    /// manifest's size of a file is not verified before.
+    /// Lists the tasks: verifies the header first, then the blocks, `bytes` at a time, while the file as a whole is
+    /// undamaged. The manifest's size of a file is not verified before.
     fn tasks(&self, file: u32, bytes: u64) -> impl Iterator<Item = Task> {
         let entry = &self.manifest.files()[file as usize];
         let end = entry.bytes;
@@ -401,8 +401,8 @@ impl Run<'_> {
         }
     }
 
-    /// Whether the time without an answer of the storage is over. Then the error is that of the verification: nothing
-    /// can be said of the bytes.
+    /// Returns whether the time without an answer of the storage is over. Then the error is that of the verification:
+    /// the state of the bytes is unknown.
     fn ends(&self, error: &Error) -> bool {
         let is_over = self.timeout.is_over();
         if is_over {
@@ -442,7 +442,7 @@ impl Run<'_> {
     }
 }
 
-/// The tensors that a value refers to and that the checkpoint does not have.
+/// Returns the tensors that a value refers to and that the checkpoint does not have.
 fn missing_tensors(manifest: &Manifest, value: &Value) -> Vec<String> {
     let mut missing = Vec::new();
     let mut to_do = vec![value];

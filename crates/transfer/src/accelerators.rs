@@ -29,8 +29,8 @@ impl Accelerators {
         Accelerators { devices, staging: Arc::clone(staging), is_page_locked: AtomicBool::new(false) }
     }
 
-    /// A stream for the copies of one save or load from or to the device `cuda:<ordinal>`: they begin after all work
-    /// that `stream` has until now. The first call for any device has the staging memory page-locked, in the
+    /// Returns a stream for the copies of one save or load from or to the device `cuda:<ordinal>`: they begin after all
+    /// work that `stream` has until now. The first call for any device has the staging memory page-locked, in the
     /// background.
     ///
     /// # Errors
@@ -44,7 +44,7 @@ impl Accelerators {
         self.copies_behind(ordinal, unsafe { ForeignStream::new(stream) })
     }
 
-    /// [`Accelerators::copies_after`] of a stream that lives.
+    /// Returns a stream like [`Accelerators::copies_after`], for a `stream` that lives.
     ///
     /// # Errors
     /// As [`Accelerators::copies_after`].

@@ -4,7 +4,7 @@ use shardfast_format::{BLOCK_BYTES, crc64};
 
 const BLOCK: usize = BLOCK_BYTES as usize;
 
-/// A block is not what was saved.
+/// Error of a block whose bytes are not the saved ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Unproven;
 
@@ -12,7 +12,7 @@ pub(crate) struct Unproven;
 pub(crate) struct Blocks<'a> {
     bytes: &'a [u8],
     expected: &'a [u64],
-    /// For each block that was checked, whether it is what was saved.
+    /// Result per checked block: `true` if its bytes are the saved ones.
     seen: Vec<Option<bool>>,
 }
 
@@ -25,10 +25,11 @@ impl<'a> Blocks<'a> {
         &self.bytes[number * BLOCK..self.bytes.len().min((number + 1) * BLOCK)]
     }
 
-    /// The block that holds the byte `at`, and its bytes from there on, at most `bytes_max`.
+    /// Verifies the block that holds the byte `at`; returns its number, and its bytes from `at` on, at most
+    /// `bytes_max`.
     ///
     /// # Errors
-    /// When it is not what was saved.
+    /// When its bytes are not the saved ones.
     pub(crate) fn prove(&mut self, at: usize, bytes_max: usize) -> Result<(usize, &'a [u8]), Unproven> {
         let number = at / BLOCK;
         if self.seen[number].is_none() {

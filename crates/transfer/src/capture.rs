@@ -1,6 +1,6 @@
-//! How a save captures tensors: when it copies them. Python and the binding use the same names.
+//! Defines when a save copies tensors. Python and the binding use the same names.
 
-/// When a save copies the bytes of a tensor.
+/// Time at which a save copies the bytes of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capture {
     /// In the call that begins the save; the engine gets that copy.
@@ -15,7 +15,7 @@ pub enum Capture {
 }
 
 impl Capture {
-    /// The capture of that name: "inline", "eager", "lazy" or "owned".
+    /// Returns the capture called `name`: "inline", "eager", "lazy" or "owned".
     pub fn from_name(name: &str) -> Option<Capture> {
         match name {
             "inline" => Some(Capture::Inline),
@@ -27,12 +27,12 @@ impl Capture {
     }
 }
 
-/// Which captures there are in a state.
+/// Kinds of capture in a state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Captures {
-    /// Whether something is captured eagerly: the call waits for it.
+    /// `true` if a tensor is captured eagerly: the call waits for it.
     pub eager: bool,
-    /// Whether something is captured lazily: the caller must confirm that it was not modified.
+    /// `true` if a tensor is captured lazily: the caller must confirm that it was not modified.
     pub lazy: bool,
 }
 

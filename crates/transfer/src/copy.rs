@@ -1,11 +1,11 @@
-//! Copies of long runs past the cache: loaded bytes are not needed again soon, staged bytes are next read by the
-//! device, and writing either through the cache would first read what it replaces. Checksums are computed on the way,
-//! which costs little: the processor would wait for memory. A save sums what it copies; a load, which places only
-//! verified blocks, verifies one block while it copies the one before.
+//! Copies long runs past the cache: loaded bytes are not needed again soon, the device reads staged bytes next, and
+//! writing either through the cache would first read the bytes that it replaces. Checksums are computed on the way,
+//! which costs little: the processor would wait for memory. A save sums the bytes that it copies; a load, which places
+//! only verified blocks, verifies one block while it copies the one before.
 
 use shardfast_format::crc64;
 
-/// From this length on a copy past the cache is faster: shorter runs leave too many lines half written.
+/// Length from which a copy past the cache is faster: shorter runs leave too many lines half written.
 pub(crate) const STREAMED_BYTES_MIN: usize = 16 << 10;
 
 /// Copies `bytes` bytes. Call [`settle`] before another thread reads the copy.
@@ -23,10 +23,10 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
 }
 
-/// [`copy`], and the CRC-64 of what will be copied `next`, which this brings into the cache.
+/// Copies like [`copy`]; returns the CRC-64 of `next`, the bytes to be copied next, which this brings into the cache.
 ///
 /// # Safety
-/// As for [`std::ptr::copy_nonoverlapping`]; `next` is not among what is written.
+/// As for [`std::ptr::copy_nonoverlapping`]; `next` must not overlap the written bytes.
 #[allow(unsafe_code)]
 pub(crate) unsafe fn copy_and_look(from: *const u8, to: *mut u8, bytes: usize, next: &[u8]) -> u64 {
     #[cfg(target_arch = "x86_64")]
@@ -46,7 +46,7 @@ pub(crate) unsafe fn copy_and_look(from: *const u8, to: *mut u8, bytes: usize, n
     crc64(next)
 }
 
-/// [`copy`], and the CRC-64 of what is copied.
+/// Copies like [`copy`]; returns the CRC-64 of the copied bytes.
 ///
 /// # Safety
 /// As for [`std::ptr::copy_nonoverlapping`].
@@ -65,7 +65,7 @@ pub(crate) unsafe fn copy_and_sum(from: *const u8, to: *mut u8, bytes: usize) ->
     }
 }
 
-/// Whether [`copy_and_sum`] sums while it copies, instead of afterwards.
+/// Returns whether [`copy_and_sum`] sums while it copies, instead of afterwards.
 pub(crate) fn sums_in_passing() -> bool {
     #[cfg(target_arch = "x86_64")]
     return x86::can_fold();
@@ -95,13 +95,13 @@ mod x86 {
 
     const LINE_BYTES: usize = 64;
 
-    /// What is folded at a time: four registers, since a product takes longer than the next one waits to begin.
+    /// Bytes that are folded at a time: four registers, since a product takes longer than the next one waits to begin.
     const STEP_BYTES: usize = 4 * LINE_BYTES;
 
     /// Prefetch distance ahead of the folding: the bytes that arrive within the latency of one line.
     const FETCH_BYTES: usize = 4096;
 
-    /// Copies; as much of what comes `next` is fetched meanwhile.
+    /// Copies, and meanwhile prefetches as many bytes of `next`.
     ///
     /// # Safety
     /// As for [`std::ptr::copy_nonoverlapping`]; the processor has AVX.
@@ -130,17 +130,17 @@ mod x86 {
         }
     }
 
-    /// Whether the processor can fold.
+    /// Returns whether the processor can fold.
     pub(super) fn can_fold() -> bool {
         std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("vpclmulqdq")
     }
 
-    /// The CRC-64/NVME of bytes as they pass, step by step.
+    /// CRC-64/NVME of bytes as they pass, step by step.
     ///
-    /// What has passed is kept as one step's bytes that leave the same remainder: their 16-byte parts, times `x` to the
-    /// power of a step's bits, are added to those of the next step (V. Gopal et al., Fast CRC Computation for Generic
-    /// Polynomials Using PCLMULQDQ Instruction, Intel, 2009). The product of two reflected factors is short of one
-    /// power of `x`, hence the odd exponents. The initial value is the same as other first 8 bytes.
+    /// The bytes so far are kept as one step's bytes that leave the same remainder: their 16-byte parts, times `x` to
+    /// the power of a step's bits, are added to those of the next step (V. Gopal et al., Fast CRC Computation for
+    /// Generic Polynomials Using PCLMULQDQ Instruction, Intel, 2009). The product of two reflected factors is short of
+    /// one power of `x`, hence the odd exponents. The initial value is the same as other first 8 bytes.
     struct Folded([__m512i; 4]);
 
     impl Folded {
@@ -171,7 +171,7 @@ mod x86 {
             self.0[i] = _mm512_ternarylogic_epi64::<0x96>(high, low, line);
         }
 
-        /// The checksum of all that has passed and of the `rest`.
+        /// Returns the checksum of all bytes so far and of the `rest`.
         #[target_feature(enable = "avx512f")]
         #[allow(unsafe_code)]
         #[inline]
@@ -189,12 +189,12 @@ mod x86 {
         }
     }
 
-    /// Turns the initial value of the CRC, which is all ones, into a part of what follows, or back.
+    /// Turns the initial value of the CRC, which is all ones, into a part of the following bytes, or back.
     fn invert_first(step: &mut [u8; STEP_BYTES]) {
         step[..8].iter_mut().for_each(|byte| *byte = !*byte);
     }
 
-    /// `x^n` modulo the polynomial of CRC-64/NVME, the coefficient of `x^63` in the lowest bit.
+    /// Returns `x^n` modulo the polynomial of CRC-64/NVME, the coefficient of `x^63` in the lowest bit.
     const fn power(n: u32) -> i64 {
         const POLYNOMIAL: u64 = 0xad93_d235_94c9_3659;
         let (mut power, mut i) = (1u64, 0);
@@ -206,7 +206,7 @@ mod x86 {
     }
 
     /// # Safety
-    /// Line `i` of what lies at `bytes` can be read; the processor has AVX-512.
+    /// Line `i` of the bytes at `bytes` can be read; the processor has AVX-512.
     #[target_feature(enable = "avx512f")]
     #[allow(unsafe_code)]
     #[inline]
@@ -215,7 +215,7 @@ mod x86 {
         unsafe { _mm512_loadu_si512(bytes.add(i * LINE_BYTES).cast::<__m512i>()) }
     }
 
-    /// Fetches line `i` of what lies [`FETCH_BYTES`] behind `bytes`, if anything does.
+    /// Prefetches line `i` of the bytes [`FETCH_BYTES`] after `bytes`, if there are any.
     #[allow(unsafe_code)]
     #[inline]
     fn fetch(bytes: *const u8, i: usize) {
@@ -223,11 +223,11 @@ mod x86 {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(bytes.wrapping_add(FETCH_BYTES + i * LINE_BYTES).cast::<i8>()) };
     }
 
-    /// Copies past the cache, and gives the CRC-64/NVME of `next`: while there is enough of both, step by step.
+    /// Copies past the cache, and returns the CRC-64/NVME of `next`: while there is enough of both, step by step.
     ///
     /// # Safety
-    /// As for [`std::ptr::copy_nonoverlapping`]; `next` is not among what is written, and the processor is one that
-    /// [`can_fold`].
+    /// As for [`std::ptr::copy_nonoverlapping`]; `next` must not overlap the written bytes, and the processor is one
+    /// that [`can_fold`].
     #[target_feature(enable = "avx,avx512f,vpclmulqdq")]
     #[allow(unsafe_code)]
     pub(super) unsafe fn streamed_and_folded(from: *const u8, to: *mut u8, bytes: usize, next: &[u8]) -> u64 {
@@ -263,7 +263,7 @@ mod x86 {
         }
     }
 
-    /// Copies past the cache, and gives the CRC-64/NVME of what is copied.
+    /// Copies past the cache, and returns the CRC-64/NVME of the copied bytes.
     ///
     /// # Safety
     /// As for [`std::ptr::copy_nonoverlapping`]; `to` is a multiple of [`LINE_BYTES`], and the processor is one that
@@ -295,7 +295,7 @@ mod x86 {
         }
     }
 
-    /// Whether a line begins there.
+    /// Returns whether a line begins at `to`.
     pub(super) fn is_line(to: *const u8) -> bool {
         to.addr().is_multiple_of(LINE_BYTES)
     }

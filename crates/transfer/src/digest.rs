@@ -22,10 +22,10 @@ use crate::staging::{SLOT_BYTES, Slot};
 /// Runs whose addresses, lengths and digests fit in a slot.
 pub const RUNS_MAX: usize = SLOT_BYTES / 24;
 
-/// What computes digests of a device's memory where it is.
+/// A device or thread that computes digests of a device's memory in place.
 pub trait Digester: Send + Sync {
-    /// Begins to compute the [`digest`] of each run, an address of the device and a length in bytes, behind what it was
-    /// given to copy before. `scratch`, which is page-locked, is used until the result is dropped. Does not block.
+    /// Begins to compute the [`digest`] of each run, an address of the device and a length in bytes, after the copies
+    /// submitted before. `scratch`, which is page-locked, is used until the result is dropped. Does not block.
     ///
     /// # Errors
     /// `Invalid` for more runs than fit in a slot, and for memory that is not the device's; `Unsupported` without
@@ -38,9 +38,9 @@ pub trait Digester: Send + Sync {
     unsafe fn digests(self: Arc<Self>, runs: &[(usize, usize)], scratch: Slot) -> Result<Arc<dyn Digests>>;
 }
 
-/// Digests of runs, on their way. Dropping them waits.
+/// Digests of runs that a device is computing. Dropping them waits.
 pub trait Digests: Send + Sync {
-    /// The digests, in the order of the runs; waits until they have arrived. Several threads may wait.
+    /// Returns the digests, in the order of the runs; waits until they have arrived. Several threads may wait.
     ///
     /// # Errors
     /// `Unavailable` when the device is lost; nothing is under way then.
@@ -59,7 +59,7 @@ const WORD_BYTES: usize = 8;
 /// Words that are mixed at a time, so that the processor has multiplications that do not wait for each other.
 const LANES: usize = 4;
 
-/// The digest of a run of bytes.
+/// Returns the digest of a run of bytes.
 pub fn digest(bytes: &[u8]) -> u64 {
     let blocks = bytes.chunks_exact(LANES * WORD_BYTES);
     let rest = blocks.remainder();
@@ -79,14 +79,14 @@ pub fn digest(bytes: &[u8]) -> u64 {
     sum
 }
 
-/// Up to 8 bytes as a little-endian number.
+/// Returns up to 8 bytes as a little-endian number.
 fn word_of(bytes: &[u8]) -> u64 {
     let mut word = [0; WORD_BYTES];
     word[..bytes.len()].copy_from_slice(bytes);
     u64::from_le_bytes(word)
 }
 
-/// The finalizer of SplitMix64.
+/// Applies the finalizer of SplitMix64.
 fn mix(mut word: u64) -> u64 {
     word = (word ^ (word >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     word = (word ^ (word >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -97,12 +97,12 @@ fn mix(mut word: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Some bytes, all different from their neighbours.
+    /// Returns some bytes, all different from their neighbours.
     fn bytes(count: usize) -> Vec<u8> {
         (0..count).map(|at| (at * 7 + at / 251) as u8).collect()
     }
 
-    /// The definition, word by word.
+    /// Computes the definition, word by word.
     fn defined(bytes: &[u8]) -> u64 {
         let words = bytes.chunks(8).map(|word| word.iter().rev().fold(0u64, |number, &byte| number << 8 | byte as u64));
         let of = |(place, word): (usize, u64)| {

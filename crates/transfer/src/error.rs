@@ -1,4 +1,4 @@
-//! The closed kinds of errors, grouped by what the caller would do about them; and retries.
+//! Defines the closed kinds of errors, grouped by the caller's reaction; and retries.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::timeout::{self, Silence, Timeout};
 
-/// The kind of an error, by what the caller would do. Codes are only appended; Python has an exception class for each.
+/// Kind of an error, by the caller's reaction. Codes are only appended; Python has an exception class for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// The bytes are not those that were saved: use another checkpoint.
@@ -45,7 +45,7 @@ impl Kind {
         Kind::Internal,
     ];
 
-    /// The name of the kind: that of the Python exception, too.
+    /// Returns the name of the kind: that of the Python exception, too.
     pub const fn name(self) -> &'static str {
         match self {
             Kind::Corrupt => "Corrupt",
@@ -65,25 +65,25 @@ impl Kind {
     }
 }
 
-/// A failure: its kind, and a message that names the thing, what was expected and what was found.
+/// A failure: its kind, and a message that names the object, what was expected and what was found.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
-    /// What the caller would do about it.
+    /// Kind of the failure, by the caller's reaction.
     pub kind: Kind,
-    /// What happened, to what.
+    /// Message: what failed, and on which object.
     pub message: String,
-    /// Whether a retry would prove nothing.
+    /// `true` if a retry would prove nothing.
     pub is_final: bool,
-    /// Whether it may last longer than a moment, and how long the storage asks to wait.
+    /// Time that the storage asks to wait; `None` if the failure lasts only a moment.
     pub wait: Option<Duration>,
 }
 
-/// Results of everything that moves bytes, and of what stands above.
+/// Result of everything that moves bytes, and of the crates above.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// A failure of that kind.
+    /// Makes a failure of that kind.
     pub fn new(kind: Kind, message: impl Into<String>) -> Error {
         Error { kind, message: message.into(), is_final: false, wait: None }
     }
@@ -103,7 +103,7 @@ impl Error {
         Error::new(Kind::Internal, message)
     }
 
-    /// The same error, with the place in front of its message.
+    /// Returns the same error, with the place in front of its message.
     pub fn within(mut self, place: impl std::fmt::Display) -> Error {
         self.message = format!("{place}: {}", self.message);
         self
@@ -114,43 +114,44 @@ impl Error {
         format!("{}|{}", self.kind.name(), self.message)
     }
 
-    /// Decodes what [`Error::to_wire`] wrote.
+    /// Decodes the text of [`Error::to_wire`].
     pub fn from_wire(line: &str) -> Option<Error> {
         let (kind, message) = line.split_once('|')?;
         Some(Error::new(Kind::from_name(kind)?, message))
     }
 }
 
-/// Pauses before the retries of what passes in a moment or not at all, such as a fault of a disk: a second in all.
+/// Pauses before retries of failures that pass in a moment or not at all, such as a fault of a disk, in milliseconds: a
+/// second in all.
 const PAUSES_MS: [u64; 4] = [20, 80, 300, 600];
 
-/// Pauses before the retries of what may last, such as a service that is overloaded or away: they grow to the last one,
-/// which is repeated.
+/// Pauses before retries of failures that may last, such as a service that is overloaded or unreachable, in
+/// milliseconds: they grow to the last one, which is repeated.
 const LONG_PAUSES_MS: [u64; 6] = [100, 400, 1_500, 5_000, 10_000, 20_000];
 
-/// Retries of what may last: two minutes of pauses in all.
+/// Number of retries of failures that may last: two minutes of pauses in all.
 const LONG_TRIES_MAX: usize = 11;
 
-/// The longest wait that a service may ask for. What asks for more is away.
+/// Longest wait that a service may ask for; beyond it the service counts as unreachable.
 const WAIT_MAX: Duration = Duration::from_secs(600);
 
-/// How soon a pause notices that the operation was cancelled.
+/// Time after which a pause notices that the operation was cancelled.
 pub(crate) const GLANCE: Duration = Duration::from_millis(10);
 
 /// Failures of the storage after which a save of this rank tries nothing again: a service that throttles fails a
 /// request in twenty, and a rank makes ten thousand of them to save a terabyte.
 const FAILURES_MAX: u64 = 1000;
 
-/// Takes note of what fails at the storage during a save.
+/// Record of the failures of the storage during a save.
 pub trait Failures: Sync {
-    /// Notes a failure, at the so-manieth try of an operation, and the pause before the next one.
+    /// Records a failure of an operation's try number `tried`, and the pause before the next one.
     fn failed(&self, error: &Error, tried: usize, pause: Option<Duration>);
 
-    /// How many there were, and one of the last.
+    /// Returns the number of failures, and one of the last.
     fn before(&self) -> (u64, Option<String>);
 }
 
-/// How long what fails is tried again, and who takes note of the failures.
+/// Time for which a failed call is retried, and the record of failures.
 #[derive(Clone, Copy)]
 pub struct Patience<'a> {
     within: Duration,
@@ -160,12 +161,12 @@ pub struct Patience<'a> {
 }
 
 impl<'a> Patience<'a> {
-    /// That of a save.
+    /// Returns the patience of a save.
     pub fn of(save: &'a dyn Failures, within: Duration) -> Patience<'a> {
         Patience { within, save: Some(save), silence: None }
     }
 
-    /// For so long at most.
+    /// Limits the time to `most`.
     pub fn at_most(self, most: Duration) -> Patience<'a> {
         Patience { within: self.within.min(most), ..self }
     }
@@ -192,13 +193,13 @@ pub(crate) struct Tries {
 }
 
 impl Tries {
-    /// Before the first one.
+    /// Begins before the first try.
     pub(crate) fn begin() -> Tries {
         let began = Instant::now();
         Tries { began, newest: began, failed: 0 }
     }
 
-    /// When the next try after this error begins. The save takes note of the error.
+    /// Returns when the next try after this error begins. The save records the error.
     ///
     /// # Errors
     /// The error itself if it will not pass, or if no try is left or fits into the patience, since the first try or
@@ -248,7 +249,8 @@ impl Tries {
     }
 }
 
-/// A pause between a half and all of these milliseconds: many ranks that failed together do not come back together.
+/// Returns a random pause between `ms / 2` and `ms` milliseconds, so that ranks that failed together do not retry
+/// together.
 fn jittered(ms: u64) -> Duration {
     Duration::from_millis(ms / 2) + random_below(ms / 2 + 1)
 }
@@ -267,10 +269,10 @@ pub fn retry<'a, T>(patience: impl Into<Patience<'a>>, act: impl FnMut() -> Resu
     retry_until(patience, || None, act)
 }
 
-/// [`retry`] until it is cancelled.
+/// Retries like [`retry`], until cancelled.
 ///
 /// # Errors
-/// As [`retry`]; or why it was cancelled.
+/// As [`retry`]; or the reason of the cancellation.
 pub(crate) fn retry_until<'a, T>(
     patience: impl Into<Patience<'a>>,
     given_up: impl Fn() -> Option<Error>,
@@ -329,7 +331,7 @@ impl FirstFailure {
     }
 }
 
-/// A panic as an `Internal` error.
+/// Turns a panic into an `Internal` error.
 pub fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let message = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");

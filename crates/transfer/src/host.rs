@@ -56,11 +56,11 @@ impl HostSink {
         settle();
     }
 
-    /// As [`HostSink::scatter`], of a box whose first element lies `at` bytes behind the beginning of `blocks`: each is
-    /// verified before a byte of it is copied; the next one is verified meanwhile.
+    /// Scatters like [`HostSink::scatter`] a box whose first element lies `at` bytes after the beginning of `blocks`.
+    /// Each block is verified before a byte of it is copied; the next one is verified meanwhile.
     ///
     /// # Errors
-    /// When a block is not what was saved; nothing of it or behind it is copied.
+    /// When a block's bytes are not the saved ones; nothing of it or after it is copied.
     #[allow(unsafe_code)]
     pub(crate) fn scatter_proven(
         &self,
@@ -156,7 +156,7 @@ pub fn pack(lengths: &[u64], src_strides: &[u64], item_bytes: u64, src: &[u8], m
     block.for_each_run(&zeros, lengths, src_strides, |_, from, bytes| put(&src[from..from + bytes]));
 }
 
-/// Row-major strides of a region of extent `lengths`, in bytes.
+/// Returns the row-major strides of a region of extent `lengths`, in bytes.
 pub fn row_major_strides(lengths: &[u64], item_bytes: u64) -> Dims {
     let mut strides: Dims = SmallVec::from_elem(0, lengths.len());
     let mut stride = item_bytes;

@@ -1,14 +1,14 @@
-//! How much memory this process may use, and how much of it is for staging by default.
+//! Determines how much memory this process may use, and how much of it is for staging by default.
 
 use std::path::{Path, PathBuf};
 
-/// A quarter of the usable memory, shared by the ranks on this machine; at least 64 MiB.
+/// Returns a quarter of the usable memory, shared by the ranks on this machine; at least 64 MiB.
 pub fn staging_bytes_default(local_world: u32) -> u64 {
     let usable = limit_bytes().map_or(memory_bytes(), |limit| limit.min(memory_bytes()));
     (usable / 4 / u64::from(local_world.max(1))).max(64 << 20)
 }
 
-/// The machine's memory.
+/// Returns the machine's memory, in bytes.
 pub fn memory_bytes() -> u64 {
     let memory = rustix::system::sysinfo();
     (memory.totalram as u64).saturating_mul(u64::from(memory.mem_unit))
@@ -20,8 +20,8 @@ pub fn limit_bytes() -> Option<u64> {
     cgroup_limit_bytes(&groups, Path::new("/sys/fs/cgroup"))
 }
 
-/// The lowest limit of the control groups that this process is in, given `/proc/self/cgroup` and where the groups'
-/// file system is mounted (see cgroups(7)).
+/// Returns the lowest limit of the control groups that this process is in, given `/proc/self/cgroup` and the mount
+/// point of the groups' file system (see cgroups(7)).
 fn cgroup_limit_bytes(groups: &str, mounted: &Path) -> Option<u64> {
     let limits = groups.lines().flat_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);

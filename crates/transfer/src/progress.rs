@@ -1,4 +1,4 @@
-//! How far a save has come: its threads set it, its caller waits for it.
+//! Tracks the progress of a save: its threads set it, its caller waits for it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,7 +11,7 @@ use shardfast_store::Requests;
 use crate::error::{Error, Failures, Kind, Result};
 use crate::staging::Staging;
 
-/// What a save did so far.
+/// Results of a save so far.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Report {
     /// Milliseconds from the request until each phase was over.
@@ -20,16 +20,16 @@ pub struct Report {
     pub bytes_written: u64,
     /// Data files that this rank wrote.
     pub files_written: u64,
-    /// Whether replicas were compared; empty before that is known.
+    /// Result of comparing replicas; empty before it is known.
     pub replicas: &'static str,
-    /// Why staging memory could not be page-locked for a device: copies from it are slower then.
+    /// Reason why staging memory could not be page-locked for a device: copies from it are slower then.
     pub page_lock_failure: Option<String>,
     /// Requests that this rank made, by kind; empty where the storage takes none.
     pub requests: BTreeMap<&'static str, u64>,
     /// Failures of the storage, each with the time since the request, the operation, its object and part, the cause,
     /// and when it was tried again; all but the first 64 are only counted.
     pub failures: Vec<String>,
-    /// Failures beyond those.
+    /// Number of failures beyond those listed.
     pub failures_left_out: u64,
 }
 
@@ -48,9 +48,9 @@ pub struct Shared {
 
 /// State of a save that its threads and its caller see.
 pub struct State {
-    /// Whether everything that is captured eagerly is copied.
+    /// `true` once all tensors that are captured eagerly are copied.
     pub captured: bool,
-    /// Whether the program may change the state.
+    /// `true` once the program may change the state.
     pub staged: bool,
     /// Caller's answer whether lazily captured tensors were modified.
     pub confirmed: Option<Result<()>>,
@@ -66,14 +66,14 @@ pub struct State {
     pub committed_notes: Notes,
 }
 
-/// Texts by name.
+/// Notes of a checkpoint: texts by name.
 pub type Notes = BTreeMap<String, String>;
 
-/// The running save's end of it.
+/// Progress of a save, as the running save sees and reports it.
 pub struct Progress {
     /// State that the save and its caller share.
     pub shared: Arc<Shared>,
-    /// Whose report takes note of failures.
+    /// Save whose report lists the failures.
     reported_in: Arc<Shared>,
 }
 
@@ -94,7 +94,7 @@ impl Shared {
         Shared { state: Mutex::new(state), changed: Condvar::new(), requested: Instant::now() }
     }
 
-    /// `None` when `timeout` passed first.
+    /// Waits for a state; returns `None` when `timeout` passed first.
     pub fn wait<T>(&self, timeout: Option<Duration>, reached: impl Fn(&State) -> Option<T>) -> Option<T> {
         let until = timeout.map(|timeout| Instant::now() + timeout);
         let mut state = self.lock();
@@ -126,12 +126,12 @@ impl Progress {
         Progress { reported_in: Arc::clone(&shared), shared }
     }
 
-    /// For work without a caller that waits for `captured` or `staged`.
+    /// Makes the progress of work without a caller that waits for `captured` or `staged`.
     pub fn detached() -> Progress {
         Progress::new(Arc::new(Shared::new(true)))
     }
 
-    /// For a part of this save whose caller waits for neither; its failures are this save's.
+    /// Makes the progress of a part of this save whose caller waits for neither; its failures are this save's.
     pub fn beside(&self) -> Progress {
         Progress { reported_in: Arc::clone(&self.reported_in), ..Progress::detached() }
     }
@@ -177,7 +177,7 @@ impl Progress {
         self.shared.lock().report.replicas = outcome;
     }
 
-    /// Sets what was asked of the storage.
+    /// Sets the requests that were made to the storage.
     pub fn asked(&self, requests: Requests) {
         let Requests { puts, gets, asked_again, heads, lists, deletes } = requests;
         let kinds = [
@@ -191,7 +191,7 @@ impl Progress {
         self.shared.lock().report.requests = kinds.into_iter().filter(|(_, count)| *count > 0).collect();
     }
 
-    /// The notes that the caller has added so far.
+    /// Returns the notes that the caller has added so far.
     pub fn late_notes(&self) -> Notes {
         self.shared.lock().late_notes.clone()
     }
@@ -215,12 +215,12 @@ impl Progress {
         self.shared.lock().cancelled.get_or_insert_with(|| error.clone());
     }
 
-    /// Why the save was cancelled.
+    /// Returns the reason why the save was cancelled.
     pub fn cancelled(&self) -> Option<Error> {
         self.shared.lock().cancelled.clone()
     }
 
-    /// This rank's error, with how far its part of the save had come.
+    /// Returns this rank's error, with the stage that its part of the save had reached.
     pub fn with_stage(&self, error: Error) -> Error {
         let state = self.shared.lock();
         let reached = |phase: &&&str| state.report.phases_ms.contains_key(**phase);

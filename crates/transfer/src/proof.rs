@@ -10,7 +10,7 @@ use crate::sink::Sink;
 /// in the file, and `expected` their CRC-64.
 ///
 /// # Errors
-/// When a needed block is not what was saved: no byte of it has been placed.
+/// When a needed block's bytes are not the saved ones: no byte of it has been placed.
 pub(crate) fn place<'p>(
     bytes: &[u8],
     start: u64,
@@ -38,7 +38,7 @@ mod tests {
 
     const BLOCK: usize = BLOCK_BYTES as usize;
 
-    /// Where `bytes` lie in a file.
+    /// Offset of `bytes` in a file.
     const START: u64 = 4096;
 
     fn blocks(count: usize) -> (Vec<u8>, Vec<u64>) {
@@ -47,7 +47,7 @@ mod tests {
         (bytes, expected)
     }
 
-    /// A piece of bytes, `lengths` of them `strides` apart, from `at` of the blocks to a row-major want.
+    /// Makes a piece of bytes, `lengths` of them `strides` apart, from `at` of the blocks to a row-major want.
     fn piece(want: u32, at: usize, lengths: &[u64], strides: &[u64]) -> Piece {
         let span_bytes = lengths.iter().zip(strides).map(|(length, stride)| (length - 1) * stride).sum::<u64>() + 1;
         let zeros = Dims::from_elem(0, lengths.len());

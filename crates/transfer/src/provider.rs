@@ -1,4 +1,4 @@
-//! Sources of a save's bytes. The data path does not know what they mean.
+//! Defines sources of a save's bytes. The data path does not know what the bytes mean.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 /// A stream of bytes of known length, of which any thread can read any range.
 pub trait Provider: Send + Sync {
-    /// Length of the stream, in bytes.
+    /// Returns the length of the stream, in bytes.
     fn bytes(&self) -> u64;
 
     /// Copies the stream's bytes from `at` on into all of `out`; the range lies inside the stream. A device's copies
@@ -23,8 +23,8 @@ pub trait Provider: Send + Sync {
     /// When the source itself fails (a checkpoint being read, a device lost).
     fn fill(&self, at: u64, out: &mut [u8], fences: &mut Fences) -> Result<()>;
 
-    /// [`fill`](Self::fill) of whole blocks of a file, the last of which may be shorter, and the CRC-64 of each if that
-    /// costs less during the copy than afterwards.
+    /// Fills like [`fill`](Self::fill) with whole blocks of a file, the last of which may be shorter, and stores the
+    /// CRC-64 of each if that costs less during the copy than afterwards.
     ///
     /// # Errors
     /// As [`fill`](Self::fill).
@@ -32,8 +32,8 @@ pub trait Provider: Send + Sync {
         self.fill(at, out, fences)
     }
 
-    /// The CRC-64 of `bytes` bytes from `at` on; the range lies inside the stream. `slot` is a slot of staging memory
-    /// that it may use.
+    /// Returns the CRC-64 of `bytes` bytes from `at` on; the range lies inside the stream. It may use `slot`, a slot of
+    /// staging memory.
     ///
     /// # Errors
     /// As [`fill`](Self::fill).
@@ -41,33 +41,34 @@ pub trait Provider: Send + Sync {
         sum_through(self, at, bytes, slot)
     }
 
-    /// When the bytes are copied.
+    /// Returns when the bytes are copied.
     fn capture(&self) -> Capture {
         Capture::Owned
     }
 
-    /// Whether the copied bytes differ from those at the beginning of the save, as far as samples show.
+    /// Returns whether the copied bytes differ from those at the beginning of the save, as far as samples show.
     fn is_torn(&self) -> bool {
         false
     }
 
-    /// Whether the save has these bytes already: the program may change them before they are filled.
+    /// Returns whether the save has these bytes already: the program may change them before they are filled.
     fn is_held(&self, _at: u64, _bytes: u64) -> bool {
         false
     }
 
-    /// The same bytes where the program has them, if the save has some of them already: those are the same, but may
-    /// have to be waited for.
+    /// Returns the same bytes in the program's memory, if the save has some of them already: those are the same, but
+    /// may have to be waited for.
     fn live(&self) -> Option<Arc<dyn Provider>> {
         None
     }
 
-    /// Where a device has these bytes in one run, and what digests them there; `None` if it has not.
+    /// Returns the address at which a device has these bytes in one run, and the digester for it; `None` if there is
+    /// none.
     fn on_device(&self, _at: u64, _bytes: u64) -> Option<(Arc<dyn Digester>, usize)> {
         None
     }
 
-    /// What must be read before the program changes it, to prove the bytes that are held.
+    /// Returns the ranges that must be read before the program changes them, to prove the bytes that are held.
     fn evidence(&self) -> Vec<Evidence> {
         Vec::new()
     }
@@ -77,15 +78,15 @@ pub trait Provider: Send + Sync {
 pub struct Evidence {
     /// The tensor and the range, for messages.
     pub name: String,
-    /// Where the program has them.
+    /// Provider of the program's own bytes.
     pub live: Arc<dyn Provider>,
-    /// The name of the variant by which what is held was rolled forward.
+    /// Name of the variant by which the held bytes were rolled forward.
     pub how: &'static str,
-    /// Whether what is held has this CRC-64; waits until that is known.
+    /// Comparison of the held bytes with a CRC-64; waits until theirs is known.
     pub agrees: Box<dyn Fn(u64) -> Result<bool> + Send + Sync>,
 }
 
-/// [`Provider::sum`] of what is copied to `through` first, as much at a time as fits there.
+/// Computes [`Provider::sum`] by copying to `through` first, as much at a time as fits there.
 fn sum_through(of: &(impl Provider + ?Sized), at: u64, bytes: u64, through: &mut [u8]) -> Result<u64> {
     let (mut crc, mut done) = (Crc64::new(), 0);
     while done < bytes {
@@ -107,7 +108,7 @@ pub trait Fence: Send + Sync {
     /// When the device is lost; the destinations' contents are then arbitrary, and no copy is in flight any more.
     fn wait(&self) -> Result<()>;
 
-    /// A fence for the copies that were begun before this call, and for no later ones.
+    /// Returns a fence for the copies that were begun before this call, and for no later ones.
     ///
     /// # Errors
     /// When the device is lost.
@@ -128,10 +129,10 @@ impl Fences {
         }
     }
 
-    /// Waits later for no more than what was begun before this call.
+    /// Replaces the fences: waits later for no more than the copies begun before this call.
     ///
     /// # Errors
-    /// As [`Fence::mark`]; what was to be waited for still is.
+    /// As [`Fence::mark`]; the fences stay then.
     pub fn mark(&mut self) -> Result<()> {
         for fence in &mut self.waiting {
             *fence = Arc::clone(fence).mark()?;
@@ -139,7 +140,7 @@ impl Fences {
         Ok(())
     }
 
-    /// Whether no copy is in flight on any device.
+    /// Returns whether no copy is in flight on any device.
     pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
@@ -172,7 +173,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// `bytes` bytes of the stream from `at` on; they lie inside it.
+    /// Makes the run of `bytes` bytes of the stream from `at` on; they must lie inside it.
     pub fn new(of: Arc<dyn Provider>, at: u64, bytes: u64) -> Run {
         Run { of, at, bytes }
     }
@@ -236,7 +237,8 @@ pub struct Strided {
 }
 
 impl Strided {
-    /// The block whose first element is at `address`, with `lengths` in elements and `strides_bytes` per dimension.
+    /// Makes the block whose first element is at `address`, with `lengths` in elements and `strides_bytes` per
+    /// dimension.
     pub fn new(address: usize, lengths: &[u64], strides_bytes: &[i64], item_bytes: u64) -> Strided {
         let mut dims: SmallVec<[(u64, i64); 4]> = SmallVec::new();
         for (&length, &stride) in lengths.iter().zip(strides_bytes) {
@@ -251,7 +253,7 @@ impl Strided {
         Strided { address, dims, item_bytes }
     }
 
-    /// Number of bytes of all elements.
+    /// Returns the number of bytes of all elements.
     pub fn total_bytes(&self) -> u64 {
         self.dims.iter().map(|d| d.0).product::<u64>() * self.item_bytes
     }
@@ -261,7 +263,7 @@ impl Strided {
         self.runs().0
     }
 
-    /// [`Strided::run_bytes`], and the dimensions outside of a run.
+    /// Returns [`Strided::run_bytes`], and the dimensions outside of a run.
     fn runs(&self) -> (u64, &[(u64, i64)]) {
         match self.dims.split_last() {
             Some((&(length, stride), outer)) if stride == self.item_bytes as i64 => (length * self.item_bytes, outer),
@@ -269,7 +271,7 @@ impl Strided {
         }
     }
 
-    /// Where the byte `at` of the row-major bytes lies, and how many follow it there in one run.
+    /// Returns the address of the byte `at` of the row-major bytes, and how many bytes follow it there in one run.
     pub fn run_at(&self, at: u64) -> Option<(usize, usize)> {
         let mut found = None;
         let left = self.total_bytes().checked_sub(at)?;
@@ -334,9 +336,9 @@ pub struct Memory {
 /// Eight bytes of a block as they were when a save was begun.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sample {
-    /// Where they begin in the block's row-major bytes.
+    /// Offset in the block's row-major bytes.
     pub at: u64,
-    /// They themselves.
+    /// Bytes of the sample.
     pub bytes: [u8; SAMPLE_BYTES],
 }
 
@@ -344,7 +346,7 @@ pub struct Sample {
 pub const SAMPLE_BYTES: usize = 8;
 
 impl Memory {
-    /// The block as a provider.
+    /// Makes a provider of the block.
     ///
     /// # Safety
     /// Every element of the block must stay allocated and initialised, and must not be written, until the save that
@@ -354,19 +356,19 @@ impl Memory {
         Memory { block, is_guarded: false, samples: Vec::new(), is_torn: AtomicBool::new(false) }
     }
 
-    /// The block as a provider that the save reads while the program goes on. The kernel reads it, which costs a third
-    /// more, and turns unmapped memory into an error instead of a crash.
+    /// Makes a provider of the block that the save reads while the program continues. The kernel reads it, which costs
+    /// a third more, and turns unmapped memory into an error instead of a crash.
     ///
     /// # Safety
     /// Every element of the block must be initialised and must not be written until the save that was given this
-    /// provider is staged or has failed; or the caller detects the write and fails the save (see
-    /// [`Capture::Lazy`]), so that what was read is never used.
+    /// provider is staged or has failed; or the caller detects the write and fails the save (see [`Capture::Lazy`]), so
+    /// that the bytes read are never used.
     #[allow(unsafe_code)]
     pub unsafe fn guarded(block: Strided) -> Memory {
         Memory { block, is_guarded: true, samples: Vec::new(), is_torn: AtomicBool::new(false) }
     }
 
-    /// The same, with samples that show whether what was read [is torn](Provider::is_torn).
+    /// Returns the same provider with samples that show whether the bytes read are [torn](Provider::is_torn).
     #[must_use]
     pub fn sampled(self, samples: Vec<Sample>) -> Memory {
         Memory { samples, ..self }

@@ -24,13 +24,13 @@ pub use batches::Span;
 
 mod batches;
 
-/// Reads that are announced ahead: what a disk can fetch while the cores process what has arrived.
+/// Number of reads that are announced ahead: those that a disk can fetch while the cores process the last ones.
 const ANNOUNCED_READS: usize = 32;
 
-/// Data files open at the same time: far below what a process may have open, and more than reads in flight can use.
+/// Number of data files open at the same time: far below a process's limit, and more than reads in flight can use.
 const OPEN_MAX: usize = 256;
 
-/// Samples of the page cache: so many ranges at even distances, each of so many bytes.
+/// Samples of the page cache: number of ranges at even distances, and bytes of each.
 const SAMPLES: u64 = 64;
 const SAMPLE_BYTES: u64 = 256 << 10;
 
@@ -83,7 +83,7 @@ impl Files {
         retry(&self.timeout, act)
     }
 
-    /// The file, opened, with a verified header.
+    /// Returns the file, opened, with a verified header.
     pub fn open(&self, file: u32) -> Result<Arc<OpenFile>> {
         self.retry(|| self.open_once(file))
     }
@@ -131,8 +131,9 @@ impl Files {
         })
     }
 
-    /// Reads ranges of whole blocks of a file's data in one request, each into a slot, and returns the blocks that are
-    /// not what was saved, even after a second read. The ranges ascend and lie near each other; offsets are absolute.
+    /// Reads ranges of whole blocks of a file's data in one request, each into a slot. Returns the blocks whose bytes
+    /// are not the saved ones, even after a second read. The ranges ascend and lie near each other; offsets are
+    /// absolute.
     pub fn read_blocks(&self, file: u32, ranges: &[Range<u64>], slots: &mut [Slot]) -> Result<Vec<Damage>> {
         let open = self.read_together(file, ranges, slots)?;
         let mut damaged = Vec::new();
@@ -156,7 +157,7 @@ impl Files {
         })
     }
 
-    /// The blocks that are not what was saved, of a range that was read into a slot and is read again if there are any.
+    /// Returns the damaged blocks of a range that was read into a slot, which is read again if there are any.
     fn check(
         &self,
         file: u32,
@@ -181,7 +182,7 @@ impl Files {
         Ok(still)
     }
 
-    /// The blocks among `bytes`, which lie at `offset` of the file, that are not what was saved.
+    /// Returns the damaged blocks among `bytes`, which lie at `offset` of the file.
     fn damaged(
         &self,
         file: u32,
@@ -211,12 +212,12 @@ impl Files {
         &self.manifest.files()[file as usize]
     }
 
-    /// The checkpoint's place, for messages.
+    /// Returns the checkpoint's place, for messages.
     pub fn place(&self) -> &str {
         &self.place
     }
 
-    /// The leaves with bytes in a range of a file, as text.
+    /// Returns the leaves with bytes in a range of a file, as text.
     pub fn leaves_in(&self, file: u32, range: &Range<u64>) -> String {
         let meets = |e: Extent| e.file == file && e.offset < range.end && range.start < e.offset + e.bytes;
         let (mut names, mut more) = (Vec::new(), 0);
@@ -246,12 +247,12 @@ impl Files {
         Ok(cache.map_or(Fetch::WhenRead, |cache| cache.prefetch(range.start, range.end - range.start, upcoming)))
     }
 
-    /// How the storage is read best.
+    /// Returns how the storage is read best.
     pub fn needs(&self) -> ReadNeeds {
         self.store.needs().reads
     }
 
-    /// Whether most of these ranges of files are in this machine's page cache, by samples; `false` if unknown.
+    /// Returns whether most of these ranges of files are in this machine's page cache, by samples; `false` if unknown.
     pub fn are_cached<I: Iterator<Item = (u32, Range<u64>)>>(&self, spans: impl Fn() -> I) -> bool {
         let bytes = spans().map(|(_, span)| span.end - span.start).fold(0, u64::saturating_add);
         let step = bytes.div_ceil(SAMPLES).max(1);
@@ -273,12 +274,12 @@ impl Files {
         cached > looked_at / 2
     }
 
-    /// The range to read for a planned read.
+    /// Returns the range to read for a planned read.
     pub fn range(&self, read: &Read) -> Range<u64> {
         self.whole_blocks(read.file, read.offset..read.offset + read.bytes)
     }
 
-    /// The range grown to whole blocks of the file.
+    /// Grows the range to whole blocks of the file.
     pub fn whole_blocks(&self, file: u32, range: Range<u64>) -> Range<u64> {
         let entry = &self.manifest.files()[file as usize];
         let start = (range.start - entry.data_start) / BLOCK_BYTES * BLOCK_BYTES;
@@ -290,7 +291,7 @@ impl Files {
 }
 
 impl OpenFile {
-    /// The checksum of the whole file that follows from its header, which the manifest proves.
+    /// Returns the checksum of the whole file that follows from its header, which the manifest proves.
     pub fn crc64(&self, entry: &FileEntry) -> u64 {
         let data = entry.bytes - entry.data_start;
         let lengths = (0..data).step_by(BLOCK_BYTES as usize).map(|start| BLOCK_BYTES.min(data - start));
@@ -312,7 +313,7 @@ impl OpenFile {
     }
 }
 
-/// A block that is not what was saved.
+/// A block whose bytes are not the saved ones.
 #[derive(Debug, Clone)]
 pub struct Damage {
     /// The data file, in the checkpoint.
@@ -321,9 +322,9 @@ pub struct Damage {
     pub span: Range<u64>,
     /// The CRC-64 in the file's header.
     pub expected: u64,
-    /// The CRC-64 of what was read, the second time if it was read twice.
+    /// CRC-64 of the bytes read, the second time if they were read twice.
     pub found: u64,
-    /// The CRC-64 of what was read the first time of two.
+    /// CRC-64 of the bytes read the first time of two.
     pub before: Option<u64>,
 }
 
@@ -495,7 +496,7 @@ fn run_together(
     taken.sum()
 }
 
-/// Takes what was read from its slot.
+/// Processes the bytes of a read from its slot.
 fn take(
     files: &Files,
     open: &OpenFile,
@@ -529,7 +530,7 @@ fn take(
     Ok(range.end - range.start)
 }
 
-/// Whether all of a read goes into this process's memory.
+/// Returns whether all bytes of a read are for this process's memory.
 fn is_host(read: &Read, sinks: &[&Sink]) -> bool {
     read.pieces.iter().all(|piece| sinks[piece.want as usize].host().is_some())
 }

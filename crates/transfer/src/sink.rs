@@ -25,7 +25,8 @@ impl std::fmt::Debug for Sink {
 }
 
 impl Sink {
-    /// The block of this process's memory that takes a region of extent `lengths`, its first element at `address`.
+    /// Makes a sink of the block of this process's memory for a region of extent `lengths`, its first element at
+    /// `address`.
     ///
     /// # Errors
     /// `Invalid` when two of its elements share memory (an expanded tensor).
@@ -39,7 +40,7 @@ impl Sink {
         unsafe { HostSink::new(address, lengths, strides_bytes, item_bytes) }.map(Sink::Host)
     }
 
-    /// The block, if it lies in this process's memory.
+    /// Returns the block, if it lies in this process's memory.
     pub(crate) fn host(&self) -> Option<&HostSink> {
         match self {
             Sink::Host(sink) => Some(sink),
@@ -77,6 +78,6 @@ pub struct Want {
     pub leaf: usize,
     /// The part of the tensor.
     pub region: Region,
-    /// Where it goes.
+    /// Destination of the bytes.
     pub sink: Sink,
 }

@@ -36,10 +36,10 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Large enough that pinning and mapping are rare, small enough that a small state takes little.
 const SLAB_BYTES: usize = 64 << 20;
 
-/// Page-locks memory for a device. What it returns unlocks when it is dropped.
+/// Function that page-locks memory for a device. Dropping its result unlocks the memory.
 pub type PageLock = dyn Fn(NonNull<[u8]>) -> Result<Box<dyn Send>> + Send + Sync;
 
-/// The arena.
+/// Arena of staging memory.
 pub struct Staging {
     state: Mutex<State>,
     returned: Condvar,
@@ -66,7 +66,7 @@ struct State {
 }
 
 impl Staging {
-    /// An arena of at most `budget_bytes`. Takes no memory yet.
+    /// Makes an arena of at most `budget_bytes`. Allocates no memory yet.
     ///
     /// # Errors
     /// `Invalid` for a budget below [`STAGING_BYTES_MIN`].
@@ -80,14 +80,14 @@ impl Staging {
         Ok(Staging::at_least(budget_bytes))
     }
 
-    /// An arena of `budget_bytes`, or of the smallest budget if that is more.
+    /// Makes an arena of `budget_bytes`, or of the smallest budget if that is more.
     pub fn at_least(budget_bytes: u64) -> Arc<Staging> {
         let budget_bytes = budget_bytes.max(STAGING_BYTES_MIN);
         let slots_max = usize::try_from(budget_bytes / SLOT_BYTES as u64).unwrap_or(usize::MAX);
         Arc::new(Staging { state: Mutex::default(), returned: Condvar::new(), slots_max, turns: Mutex::default() })
     }
 
-    /// The budget as it is used, in bytes.
+    /// Returns the budget as it is used, in bytes.
     pub fn budget_bytes(&self) -> u64 {
         self.slots_max as u64 * SLOT_BYTES as u64
     }
@@ -104,7 +104,7 @@ impl Staging {
         }
     }
 
-    /// Makes slabs until there are so many bytes, or as many as the budget allows or the system gives.
+    /// Makes slabs until there are `bytes` bytes, or as many as the budget allows or the system provides.
     pub(crate) fn reserve(&self, bytes: u64) {
         loop {
             let mut state = self.lock();
@@ -115,12 +115,12 @@ impl Staging {
         }
     }
 
-    /// Why memory could not be page-locked.
+    /// Returns the reason why memory could not be page-locked.
     pub(crate) fn page_lock_failure(&self) -> Option<String> {
         self.lock().page_lock_failure.clone()
     }
 
-    /// A free slot; waits for one while all are in use. Contents are arbitrary.
+    /// Acquires a free slot; waits for one while all are in use. Contents are arbitrary.
     ///
     /// # Errors
     /// `Exhausted` when the system has no memory for a slab, and no slot is in use to wait for.
@@ -146,7 +146,7 @@ impl Staging {
     /// Acquires `count` slots atomically; one by one, two callers could deadlock.
     ///
     /// # Errors
-    /// `Exhausted` when the budget does not have so many, or the system no memory for them.
+    /// `Exhausted` when the budget is smaller, or the system has no memory for them.
     pub fn acquire_many(self: &Arc<Staging>, count: usize) -> Result<Vec<Slot>> {
         if count <= 1 {
             return (0..count).map(|_| self.acquire()).collect();
@@ -180,7 +180,7 @@ impl Staging {
     }
 
     /// Takes `count` free slots, to be kept between saves, if the budget allows these and `more` besides; never waits.
-    /// Slots that are kept are at most half of the budget, and leave what a save needed at once so far, or two of the
+    /// Kept slots are at most half of the budget, and leave as many as a save needed at once so far, or two of the
     /// longest parts of objects.
     pub fn try_keep(self: &Arc<Staging>, count: usize, more: usize) -> Option<Vec<Slot>> {
         let mut state = self.lock();
@@ -198,14 +198,14 @@ impl Staging {
         Some(numbers.into_iter().map(|number| self.slot(&state, number, true)).collect())
     }
 
-    /// Notes that a save needs so many slots at once; how many it can have beside those that are kept.
+    /// Records that a save needs `count` slots at once; returns how many it can have beside the kept ones.
     pub(crate) fn needs(&self, count: usize) -> usize {
         let mut state = self.lock();
         state.needed = state.needed.max(count);
         self.slots_max - state.kept
     }
 
-    /// The turn of one that holds slots while it waits for more: only one does at a time.
+    /// Returns the turn of a save that holds slots while it waits for more: only one does at a time.
     pub(crate) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -215,7 +215,7 @@ impl Staging {
         self.lock().kept
     }
 
-    /// Slots in the budget.
+    /// Returns the number of slots in the budget.
     pub fn slots(&self) -> usize {
         self.slots_max
     }
@@ -237,7 +237,7 @@ impl State {
         self.slabs.iter().map(Slab::slots).sum()
     }
 
-    /// Makes a slab of at most so many slots.
+    /// Makes a slab of at most `slots_max` slots.
     fn grow(&mut self, slots_max: usize) -> Result<()> {
         let slots = slots_max.min(SLAB_BYTES / SLOT_BYTES);
         let slab = Slab::new(slots * SLOT_BYTES)?;
@@ -318,7 +318,7 @@ impl Drop for Slab {
 pub struct Slot {
     address: NonNull<u8>,
     number: u32,
-    /// Whether it is kept between saves.
+    /// `true` if the slot is kept between saves.
     is_kept: bool,
     pool: Arc<Staging>,
 }

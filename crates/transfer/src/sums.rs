@@ -1,7 +1,7 @@
-//! Checksums of what a rank holds and does not write, computed while it writes.
+//! Computes checksums of bytes that a rank holds and does not write, while it writes.
 //!
-//! A save that compares replicas needs the CRC-64 of each copy. What a rank writes is summed on its way; the rest is
-//! only read here, in pieces of a slot. It is captured like what is written: eager pieces count for `captured`, all for
+//! A save that compares replicas needs the CRC-64 of each copy. Written bytes are summed on their way; the rest is only
+//! read here, in pieces of a slot. It is captured like written bytes: eager pieces count for `captured`, all for
 //! `staged`. One thread begins with it at once, since it needs no staging memory, for which fillers may have to wait;
 //! fillers that have nothing left to copy join in.
 
@@ -28,23 +28,23 @@ pub struct Summed {
 pub(crate) struct Sums<'a> {
     of: &'a [Summed],
     pieces: Vec<Piece>,
-    /// By piece.
+    /// Checksums by piece.
     crcs: Vec<AtomicU64>,
     next: AtomicUsize,
 }
 
-/// A range of one of them.
+/// A range of one item's bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct Piece {
     of: usize,
     at: u64,
     bytes: u64,
-    /// Whether it is captured eagerly.
+    /// `true` if the bytes are captured eagerly.
     pub(crate) is_eager: bool,
 }
 
 impl<'a> Sums<'a> {
-    /// Eager pieces come first.
+    /// Cuts the bytes into pieces, eager ones first.
     pub(crate) fn new(of: &'a [Summed]) -> Sums<'a> {
         let mut pieces = Vec::new();
         for (index, Summed { provider, .. }) in of.iter().enumerate() {
@@ -93,7 +93,7 @@ impl<'a> Sums<'a> {
         }
     }
 
-    /// The checksum of each, in order. Only after all pieces are done.
+    /// Returns the checksum of each, in order. Only after all pieces are done.
     pub(crate) fn into_crcs(self) -> Vec<u64> {
         let mut parts: Vec<Vec<Part>> = self.of.iter().map(|_| Vec::new()).collect();
         for (piece, crc) in self.pieces.iter().zip(self.crcs) {
@@ -103,7 +103,7 @@ impl<'a> Sums<'a> {
     }
 }
 
-/// A range of something, and its checksum.
+/// A range of bytes, and its checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Part {
     /// Offset in the whole's bytes.
@@ -114,7 +114,7 @@ pub struct Part {
     pub crc: u64,
 }
 
-/// Ranges that follow each other, in any order, as one.
+/// Joins adjacent ranges, given in any order, to one.
 pub fn joined(mut parts: Vec<Part>) -> Part {
     parts.sort_unstable_by_key(|part| part.at);
     let join = |whole: Part, next: Part| Part {

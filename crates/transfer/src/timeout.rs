@@ -1,4 +1,4 @@
-//! How long one call waits for storage that does not answer, over all of its requests.
+//! Limits how long one call waits for storage that does not answer, over all of its requests.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(600);
 /// Longest timeout in seconds: 31 years. Sums of times stay far below what the system's clock holds.
 const SECONDS_MAX: f64 = 1e9;
 
-/// How long a call waits for storage that does not answer.
+/// Time that a call waits for storage that does not answer.
 #[derive(Debug, Clone)]
 pub struct Timeout {
     within: Duration,
@@ -18,16 +18,16 @@ pub struct Timeout {
 }
 
 impl Timeout {
-    /// The timeout of one call: it fails once no request has succeeded for that long. Requests that succeed begin the
-    /// time anew, so the call itself may last longer.
+    /// Makes the timeout of one call: it fails once no request has succeeded for that long. Requests that succeed
+    /// restart the time, so the call itself may last longer.
     pub fn of_call(within: Duration) -> Timeout {
         Timeout { within, silence: Some(Arc::default()) }
     }
 
-    /// The time of a timeout in seconds.
+    /// Returns the time of a timeout in seconds.
     ///
     /// # Errors
-    /// What was expected, for a number that is not above zero, or more than 1e9.
+    /// A message for a number that is not above zero, or more than 1e9.
     pub fn seconds(seconds: f64) -> Result<Duration, String> {
         match seconds > 0.0 && seconds <= SECONDS_MAX {
             true => Ok(Duration::from_secs_f64(seconds)),
@@ -37,12 +37,12 @@ impl Timeout {
         }
     }
 
-    /// The same time for all requests of one call together.
+    /// Returns a timeout of the same length for all requests of one call together.
     pub fn shared(&self) -> Timeout {
         if self.silence.is_some() { self.clone() } else { Timeout::of_call(self.within) }
     }
 
-    /// The longest time without an answer.
+    /// Returns the longest time without an answer.
     pub fn within(&self) -> Duration {
         self.within
     }
@@ -51,21 +51,21 @@ impl Timeout {
         self.silence.as_deref()
     }
 
-    /// Whether the time is over: then the call fails, and makes no request any more.
+    /// Returns whether the time is over: then the call fails, and makes no more requests.
     pub fn is_over(&self) -> bool {
         self.silence().is_some_and(Silence::is_over)
     }
 }
 
 impl Default for Timeout {
-    /// [`TIMEOUT`] for each request.
+    /// Allows [`TIMEOUT`] for each request.
     fn default() -> Timeout {
         TIMEOUT.into()
     }
 }
 
 impl From<Duration> for Timeout {
-    /// That time for each request.
+    /// Allows that time for each request.
     fn from(within: Duration) -> Timeout {
         Timeout { within, silence: None }
     }
@@ -103,13 +103,13 @@ impl Silence {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_over = true;
     }
 
-    /// Whether the call has ended.
+    /// Returns whether the call has ended.
     pub(crate) fn is_over(&self) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_over
     }
 }
 
-/// The time in a message.
+/// Returns the time as text for a message.
 pub(crate) fn said(within: Duration) -> String {
     format!("within the timeout of {} s", within.as_secs_f64())
 }
@@ -125,7 +125,7 @@ mod tests {
         Error { wait: Some(Duration::ZERO), ..Error::new(Kind::Unavailable, "list s3://b: away") }
     }
 
-    /// The failure of an operation that never succeeds, and its tries.
+    /// Returns the failure of an operation that never succeeds, and its tries.
     fn failure(timeout: &Timeout, error: &Error) -> (String, usize) {
         let mut tries = 0;
         let act = || {

@@ -1,16 +1,16 @@
-//! Providers into data files: copy, checksum, write, make durable.
+//! Moves providers into data files: copies, computes checksums, writes, makes durable.
 //!
-//! Fillers copy out of the providers into bounded slots; the store takes the slots from there, as many at a time as
-//! suits it. The block checksums of what a core copied are computed at once, while the bytes are in its cache; of
-//! what a device copied, when the store takes it: to read it from memory would slow the copies, which the training
-//! waits for. So the state is released as soon as it is copied, writes overlap copies, and a slow store slows the copy
-//! instead of growing memory. All files are written at the same time. A file's header, which holds the checksums, is
-//! written last: a file cut short by a crash is no valid file.
+//! Fillers copy out of the providers into bounded slots; the store takes the slots from there, as many at a time as it
+//! chooses. The block checksums of bytes that a core copied are computed at once, while the bytes are in its cache.
+//! Those of bytes that a device copied are computed when the store takes them: reading them from memory would slow the
+//! copies, which the training waits for. So the state is released as soon as it is copied, writes overlap copies, and a
+//! slow store slows the copy instead of growing memory. All files are written at the same time. A file's header, which
+//! holds the checksums, is written last: a file cut short by a crash is no valid file.
 //!
-//! A storage that takes objects in parts gets each part as one write of several slots, all of which are taken at once,
-//! in the order of the parts: so none waits for slots of a later one. The part with the header is written last: it
-//! comes last, and keeps its slots until the others are known, which need no slot any more by then. If something in
-//! it is captured eagerly it comes first, in slots beside those that the others need, and saves with such parts take
+//! A storage that takes objects in parts gets each part as one write of several slots, all of which are acquired at
+//! once, in the order of the parts: so none waits for slots of a later one. The part with the header is written last:
+//! it comes last, and keeps its slots until the others are known, which need no slot any more by then. If a tensor in
+//! it is captured eagerly, it comes first, in slots beside those that the others need, and saves with such parts take
 //! turns.
 //!
 //! A write that fails for a reason that may pass is retried from its slot, which keeps the bytes. A failed flush fails
@@ -46,20 +46,20 @@ pub struct FileJob {
     pub layout: FileLayout,
     /// The entries' bytes, in the layout's order.
     pub providers: Vec<Arc<dyn Provider>>,
-    /// Their names for messages.
+    /// The entries' names for messages.
     pub names: Vec<String>,
-    /// Whether the CRC-64 of each entry is wanted, too.
+    /// `true` if the CRC-64 of each entry is wanted, too.
     pub is_summed: bool,
 }
 
-/// The checksums of what was written.
+/// Checksums of the written bytes.
 #[derive(Default)]
 pub struct Written {
     /// The checksum of each file's header.
     pub header_crcs: Vec<u64>,
     /// Checksums of the entries of each file that is summed.
     pub entry_crcs: Vec<Vec<u64>>,
-    /// The checksums of what was only summed.
+    /// Checksums of the bytes that were only summed.
     pub sums: Vec<u64>,
 }
 
@@ -146,9 +146,9 @@ struct File<'a> {
     job: &'a FileJob,
     object: Box<dyn ObjectWriter>,
     crcs: Vec<AtomicU64>,
-    /// For each filled piece of an entry, if entries are summed: the entry, and which part of it this is.
+    /// Filled pieces, if entries are summed: the entry of each, and the part of it.
     parts: Mutex<Vec<(usize, Part)>>,
-    /// Whether its header is written with the first of its data, and not after all of them.
+    /// `true` if its header is written with the first of its data, and not after all of them.
     has_head: bool,
     /// Chunks without the header whose checksums are not known yet.
     unsummed: AtomicUsize,
@@ -157,7 +157,7 @@ struct File<'a> {
 }
 
 impl File<'_> {
-    /// The header, once all checksums are known.
+    /// Returns the header, once all checksums are known.
     fn header(&self) -> Result<Vec<u8>> {
         let crcs: Vec<u64> = self.crcs.iter().map(|crc| crc.load(Ordering::Relaxed)).collect();
         let header = self.job.layout.header(&crcs)?;
@@ -165,7 +165,7 @@ impl File<'_> {
         Ok(header)
     }
 
-    /// The checksum of a chunk of whole blocks, from theirs; `None` for one that begins with the header.
+    /// Returns the checksum of a chunk of whole blocks, from theirs; `None` for one that begins with the header.
     fn crc64(&self, chunk: Chunk) -> Option<u64> {
         let first = chunk.offset.checked_sub(self.job.layout.data_start)? / BLOCK_BYTES;
         let (bytes, crcs) = (chunk.bytes as u64, &self.crcs[first as usize..]);
@@ -190,24 +190,24 @@ struct Chunk {
     /// Absolute in the file; whole blocks from the start of the data, but for the header in front of them.
     offset: u64,
     bytes: usize,
-    /// Whether some of it is captured eagerly.
+    /// `true` if some of it is captured eagerly.
     is_eager: bool,
-    /// Whether the save has all of it already, so that the program may change it before.
+    /// `true` if the save has all of it already, so that the program may change it before.
     is_held: bool,
 }
 
 impl Chunk {
-    /// Whether it begins with the file's header.
+    /// Returns whether the chunk begins with the file's header.
     fn is_head(&self, job: &FileJob) -> bool {
         self.offset < job.layout.data_start
     }
 
-    /// The slots that hold it.
+    /// Returns the number of slots that hold the chunk.
     fn slots(&self) -> usize {
         self.bytes.div_ceil(SLOT_BYTES)
     }
 
-    /// As much of it as its slot of that number holds.
+    /// Returns the part of the chunk in its slot of that number.
     fn in_slot(&self, number: usize) -> Chunk {
         let before = number * SLOT_BYTES;
         Chunk { offset: self.offset + before as u64, bytes: (self.bytes - before).min(SLOT_BYTES), ..*self }
@@ -217,7 +217,7 @@ impl Chunk {
 struct Run<'a> {
     files: &'a [File<'a>],
     chunks: Vec<Chunk>,
-    /// Whether the storage takes objects in parts, and may send their checksums.
+    /// `true` if the storage takes objects in parts, and may send their checksums.
     sends_parts: bool,
     sums: Sums<'a>,
     /// The chunk that is filled next. Slots are taken under this lock, so that they go to the chunks in their order.
@@ -225,8 +225,8 @@ struct Run<'a> {
     failure: FirstFailure,
 }
 
-/// The files cut into chunks, the eager ones in front, those that the save has already behind the others, those with a
-/// header at the end, taken from all files in turn.
+/// Cuts the files into chunks: eager ones first, those that the save has already after the others, those with a header
+/// last, taken from all files in turn.
 fn chunks(jobs: &[FileJob], pieces: Pieces) -> Vec<Chunk> {
     let mut out = Vec::new();
     for (file, job) in jobs.iter().enumerate() {
@@ -250,7 +250,7 @@ fn chunks(jobs: &[FileJob], pieces: Pieces) -> Vec<Chunk> {
     out
 }
 
-/// The multiple at which the data of a file begin: whole blocks of data where the header shares a part with them.
+/// Returns the alignment of a file's data: whole blocks if the header shares a part with them.
 pub fn data_at(pieces: Pieces) -> u64 {
     match pieces {
         Pieces::Any => ALIGNMENT as u64,
@@ -279,13 +279,13 @@ fn expect_room(jobs: &[FileJob], chunks: &[Chunk], staging: &Staging) -> Result<
 }
 
 impl FileJob {
-    /// The entries that may have bytes in a range of the file.
+    /// Returns the entries that may have bytes in a range of the file.
     fn entries_in(&self, range: Range<u64>) -> Range<usize> {
         let first = self.layout.offsets.partition_point(|&offset| offset <= range.start).saturating_sub(1);
         first..self.layout.offsets.partition_point(|&offset| offset < range.end)
     }
 
-    /// Whether the save has all entries' bytes in a range of the file already, some of them by a capture ahead.
+    /// Returns whether the save has all entries' bytes in a range of the file already, some of them by a capture ahead.
     fn is_held(&self, range: Range<u64>) -> bool {
         let mut is_ahead = false;
         let is_held = |entry: usize| {
@@ -375,7 +375,7 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
 struct FilledChunk {
     number: usize,
     slots: Vec<Slot>,
-    /// For each slot what is left to be done for its checksums.
+    /// Remaining checksums of each slot.
     unsummed: Vec<Option<Unsummed>>,
 }
 
@@ -392,9 +392,9 @@ struct Filled<'a> {
 /// Failed writes to retry.
 #[derive(Default)]
 struct Failed<'a> {
-    /// When each is due.
+    /// Writes to retry, and the time of each.
     writes: Vec<(Instant, Write<'a>)>,
-    /// Of every chunk that ever failed.
+    /// Tries of every chunk that ever failed.
     tries: HashMap<usize, Tries>,
 }
 
@@ -481,7 +481,7 @@ impl<'a> Filled<'a> {
         self.heads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The write of a filled chunk; a chunk with a header is kept until all others of its file were filled.
+    /// Returns the write of a filled chunk; keeps a chunk with a header until all others of its file were filled.
     fn write(&self, FilledChunk { number, slots, unsummed }: FilledChunk) -> Option<Write<'a>> {
         let chunk = self.run.chunks[number];
         let file = &self.run.files[chunk.file];
@@ -498,7 +498,7 @@ impl<'a> Filled<'a> {
         Some(self.whole(number, slots))
     }
 
-    /// The write of a chunk whose file is known up to its header.
+    /// Returns the write of a chunk whose file is known up to its header.
     fn head(&self) -> Result<Option<Write<'a>>> {
         let mut heads = self.heads();
         let file_of = |number: usize| &self.run.files[self.run.chunks[number].file];
@@ -525,7 +525,7 @@ impl<'a> Filled<'a> {
 }
 
 impl<'a> Failed<'a> {
-    /// A write that is due; or when the next one will be, if any.
+    /// Returns a write that is due; or when the next one will be, if any.
     fn due(&mut self, now: Instant) -> (Option<Write<'a>>, Option<Instant>) {
         let next = self.writes.iter().enumerate().min_by_key(|(_, (due, _))| *due).map(|(i, (due, _))| (i, *due));
         match next {
@@ -535,8 +535,8 @@ impl<'a> Failed<'a> {
     }
 }
 
-/// Fills a slot with the file's bytes from `chunk.offset` on, but for its header, and stores their block checksums, or
-/// returns what is left to be done for them if a device copied some of the bytes.
+/// Fills a slot with the file's bytes from `chunk.offset` on, except its header, and stores their block checksums.
+/// Returns the remaining ones if a device copied some of the bytes.
 fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<Option<Unsummed>> {
     const BLOCK: usize = BLOCK_BYTES as usize;
     let layout = &file.job.layout;
@@ -585,11 +585,11 @@ fn fill(file: &File<'_>, chunk: Chunk, slot: &mut Slot) -> Result<Option<Unsumme
     Ok(None)
 }
 
-/// What a filled slot's checksums are computed from.
+/// Data from which a filled slot's checksums are computed.
 struct Unsummed {
-    /// Those of blocks that are known.
+    /// Checksums of blocks that are known.
     crcs: Crcs,
-    /// If entries are summed: each with a piece in the slot, where the piece begins in it, and its ranges of the slot
+    /// Summed entries, if any: each with a piece in the slot, where the piece begins in it, and its ranges of the slot
     /// as [`summed`] takes them.
     parts: Vec<(usize, u64, [Range<usize>; 3])>,
 }
@@ -604,8 +604,8 @@ impl Unsummed {
     }
 }
 
-/// The checksum of a piece of an entry that begins `at` there and lies in these ranges of the slot, one behind the
-/// other: the one in the middle begins with a block, and the known checksums of its blocks are in `known`.
+/// Returns the checksum of a piece of an entry that begins at `at` there and lies in these consecutive ranges of the
+/// slot: the one in the middle begins with a block, and the known checksums of its blocks are in `known`.
 fn summed(at: u64, ranges: [Range<usize>; 3], slot: &[u8], known: &Crcs) -> Part {
     const BLOCK: usize = BLOCK_BYTES as usize;
     let mut whole = Part { at, ..Part::default() };
@@ -635,8 +635,7 @@ fn note_checksums(file: &File<'_>, chunk: Chunk, slot: &Slot, known: &[Option<u6
     }
 }
 
-/// Pads the slot's first `bytes` bytes with zeros to what the store's writes must be aligned to; how many they are
-/// then.
+/// Pads the slot's first `bytes` bytes with zeros to the alignment of the store's writes; returns the padded length.
 fn pad(object: &dyn ObjectWriter, slot: &mut Slot, bytes: usize) -> usize {
     let padded = bytes.next_multiple_of(object.alignment());
     slot[bytes..padded].fill(0);

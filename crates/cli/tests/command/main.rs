@@ -1,4 +1,4 @@
-//! The built binary: what it prints, as text and as JSON, and its exit codes.
+//! Tests the built binary: its output, as text and as JSON, and its exit codes.
 
 #[allow(dead_code)] // shared with the tests of the tools
 #[path = "../../../tools/tests/whole/checkpoints.rs"]
@@ -16,7 +16,7 @@ fn shardfast(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_shardfast")).args(args).output().unwrap()
 }
 
-/// What the command printed, once it has ended with that code.
+/// Returns the output of the command, and checks that it ends with that code.
 fn text(args: &[&str], code: i32) -> String {
     let Output { status, stdout, stderr } = shardfast(args);
     let (stdout, stderr) = (String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap());
@@ -25,7 +25,7 @@ fn text(args: &[&str], code: i32) -> String {
     stdout
 }
 
-/// The error line of a command that failed with that code.
+/// Returns the error line of the command, and checks that it fails with that code.
 fn error(args: &[&str], code: i32) -> String {
     for args in [args.to_vec(), [args, &["--json"]].concat()] {
         let Output { status, stdout, stderr } = shardfast(&args);
@@ -35,7 +35,7 @@ fn error(args: &[&str], code: i32) -> String {
     String::from_utf8(shardfast(args).stderr).unwrap()
 }
 
-/// The object that the command printed, every field of which must be documented.
+/// Returns the object that the command prints, and checks that every field is documented.
 fn json(args: &[&str], code: i32) -> Json {
     let object: Json = serde_json::from_str(&text(&[args, &["--json"]].concat(), code)).unwrap();
     let readme = include_str!("../../README.md");

@@ -1,8 +1,8 @@
-//! Accepted connections. Those that have not shown the job's token are limited in number and time.
+//! Accepts connections, and limits those that have not shown the job's token, in number and time.
 //!
-//! Anyone who reaches a rank's port can open connections there, and each costs the process a descriptor, which its
-//! saves need too. So a connection that has not shown the token within [`PROVE_WITHIN`] is closed; and of those there
-//! are at most [`UNPROVEN_MAX`]: for one more, the oldest is closed. A rank of the job shows the token with its first
+//! Any process that reaches a rank's port can open connections there, and each costs a file descriptor, which saves
+//! need too. So a connection that has not shown the token within [`PROVE_WITHIN`] is closed, and there are at most
+//! [`UNPROVEN_MAX`] of them: for one more, the oldest is closed. A rank of the job shows the token with its first
 //! message.
 
 use std::collections::VecDeque;
@@ -22,13 +22,13 @@ use tokio_stream::Stream;
 use tonic::transport::server::{Connected, TlsConnectInfo};
 use tonic::{Extensions, Request};
 
-/// How long a connection may take to show the token.
+/// Time that a connection may take to show the token.
 const PROVE_WITHIN: Duration = Duration::from_secs(10);
 
-/// Connections that have not shown it, at most.
+/// Maximum number of connections that have not shown the token.
 pub(super) const UNPROVEN_MAX: usize = 128;
 
-/// Pause after a connection could not be accepted, as happens without a free descriptor.
+/// Pause after a connection could not be accepted, for example for lack of a free descriptor.
 const RETRY: Duration = Duration::from_millis(50);
 
 const UNPROVEN: u8 = 0;
@@ -44,7 +44,7 @@ pub(super) struct Remote {
 
 struct Proof {
     state: AtomicU8,
-    /// Of the task that reads the connection.
+    /// Waker of the task that reads the connection.
     reader: Mutex<Option<Waker>>,
 }
 
@@ -62,7 +62,7 @@ impl Proof {
 }
 
 impl Remote {
-    /// The other end that makes this request.
+    /// Returns the other end that makes this request.
     pub(super) fn of<T>(request: &Request<T>) -> Option<Remote> {
         let extensions: &Extensions = request.extensions();
         let secured = || extensions.get::<TlsConnectInfo<Remote>>().map(TlsConnectInfo::get_ref);
@@ -73,7 +73,7 @@ impl Remote {
         self.address
     }
 
-    /// Notes that it has shown the token, so that the connection stays open.
+    /// Marks that it has shown the token, so that the connection stays open.
     pub(super) fn set_proven(&self) {
         // If it was closed meanwhile, the next read fails.
         let _ = self.proof.state.compare_exchange(UNPROVEN, PROVEN, Ordering::AcqRel, Ordering::Acquire);
@@ -84,7 +84,7 @@ impl Remote {
 pub(super) struct Connection {
     stream: TcpStream,
     remote: Remote,
-    /// None once the token was shown.
+    /// Time limit; `None` once the token was shown.
     until: Option<Pin<Box<Sleep>>>,
 }
 
@@ -137,10 +137,10 @@ impl AsyncWrite for Connection {
     }
 }
 
-/// The connections that a listener accepts. The stream does not end.
+/// Stream of the connections that a listener accepts; never ends.
 pub(super) struct Connections {
     listener: TcpListener,
-    /// The oldest first. Those that have ended or are proven are removed when there are too many.
+    /// Connections without a proof, the oldest first. Ended or proven ones are removed when there are too many.
     unproven: VecDeque<Weak<Proof>>,
     pause: Option<Pin<Box<Sleep>>>,
 }
@@ -151,7 +151,7 @@ impl Connections {
     }
 
     fn admit(&mut self, stream: TcpStream, address: SocketAddr) -> Connection {
-        // What cannot be set makes small messages slower.
+        // Failing to set this only makes small messages slower.
         let _ = stream.set_nodelay(true);
         if self.unproven.len() >= UNPROVEN_MAX {
             let is_unproven = |proof: Arc<Proof>| proof.state.load(Ordering::Acquire) == UNPROVEN;

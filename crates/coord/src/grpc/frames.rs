@@ -1,4 +1,4 @@
-//! Messages as frames: a large message needs neither a transport buffer of its size nor a limit.
+//! Splits messages into frames: a large message needs neither a transport buffer of its size nor a limit.
 
 use std::collections::VecDeque;
 use std::marker::PhantomData;
@@ -13,25 +13,25 @@ use tokio_stream::Stream;
 use crate::wire::Encoded;
 use crate::wire::proto::{Frame, Leave, frame};
 
-/// Large enough that framing costs nothing, small enough that several are under way.
+/// Size of a frame, in bytes: large enough that framing costs nothing, small enough that several are in flight.
 pub(super) const FRAME_BYTES: usize = 1 << 20;
 
-/// The most that a frame's encoding may have around its bytes.
+/// Largest frame with its encoding, in bytes.
 pub(super) const FRAME_BYTES_MAX: usize = FRAME_BYTES + 1024;
 
-/// What is sent on a link.
+/// An item that is sent on a link.
 pub(super) enum Outbound<M> {
     Message(M),
-    /// The last thing.
+    /// Leave message: the last item.
     Leave,
 }
 
-/// A link's messages as the frames of its stream. Each is encoded when it is next to be sent.
+/// Stream of the frames of a link's messages. Each message is encoded when it is next to be sent.
 pub(super) struct Frames<M> {
     messages: UnboundedReceiver<Outbound<M>>,
     urgent: VecDeque<Frame>,
     waiting: VecDeque<Outbound<M>>,
-    /// Of the message that is being sent.
+    /// Frames of the message that is being sent.
     ready: VecDeque<Frame>,
 }
 
@@ -91,9 +91,9 @@ fn said(said: frame::Said) -> Frame {
     Frame { said: Some(said) }
 }
 
-/// What a frame completes.
+/// Result of a frame.
 pub(super) enum Arrived<M> {
-    /// A message; a piece of one counts as the sender's answer to a ping.
+    /// A message; a part of one counts as the sender's answer to a ping.
     Message(M),
     Leave,
 }
@@ -109,7 +109,7 @@ impl<M: Encoded> Assembly<M> {
         Assembly { parts: Vec::new(), message: PhantomData }
     }
 
-    /// The error says what is invalid.
+    /// Adds a frame; returns what it completes. The error says what is invalid.
     pub(super) fn take(&mut self, frame: Frame) -> Result<Arrived<M>, String> {
         match frame.said {
             Some(frame::Said::Part(part)) => {
@@ -152,7 +152,7 @@ mod tests {
         for message in [large.clone(), Downward { number: 2, word: FromParent::Close { topic: "next".into() } }] {
             assert!(sender.send(Outbound::Message(message)).is_ok());
         }
-        // A piece of a message shows that its sender lives.
+        // A part of a message shows that its sender lives.
         assert_eq!(arrived().await, Downward::LIVES);
         let asks = Downward::asks(Duration::from_millis(500));
         assert!(sender.send(Outbound::Message(asks.clone())).is_ok());

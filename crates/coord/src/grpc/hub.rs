@@ -1,4 +1,4 @@
-//! A process's node, its clock, and the links that its messages leave by.
+//! Combines a process's node, its clock, and the links to its parent and children.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,19 +19,19 @@ pub(super) type Above = UnboundedReceiver<Outbound<Upward>>;
 pub(super) struct ProcessHub {
     started: Instant,
     linked: Mutex<Linked>,
-    /// Notified when the node may be due sooner than it was.
+    /// Notified when the node may be due earlier than before.
     changed: Notify,
-    /// Whether a round was decided here: then all ranks of the world have come.
+    /// `true` once a round was decided here: then all ranks of the world have joined.
     has_met: AtomicBool,
 }
 
 struct Linked {
     node: Node<Waiter>,
-    /// The link to the parent; none once this rank leaves or has lost it.
+    /// Link to the parent; `None` once this rank leaves or has lost it.
     up: Option<UnboundedSender<Outbound<Upward>>>,
-    /// The link to each child, also before it has joined; without lost children.
+    /// Link to each child, also before it has joined; without lost children.
     down: BTreeMap<u32, UnboundedSender<Outbound<Downward>>>,
-    /// The receiving ends of these links, until a session takes them.
+    /// Receiving ends of the links, until a session takes them.
     above: Option<Above>,
     below: BTreeMap<u32, Below>,
 }
@@ -63,17 +63,17 @@ impl ProcessHub {
         }
     }
 
-    /// The messages to send to the parent; `None` the second time.
+    /// Takes the queue of messages to the parent; `None` the second time.
     pub(super) fn outbound(&self) -> Option<Above> {
         self.linked().above.take()
     }
 
-    /// The messages to send to a child; `None` the second time.
+    /// Takes the queue of messages to a child; `None` the second time.
     pub(super) fn outbound_to(&self, child: u32) -> Option<Below> {
         self.linked().below.remove(&child)
     }
 
-    /// Returns whether the child is still accepted.
+    /// Passes on a child's message; returns whether the child is still accepted.
     pub(super) fn receive_from_child(&self, child: u32, message: Upward) -> bool {
         self.act(|node, now| {
             let effects = node.receive_from_child(child, message, now);
@@ -90,7 +90,7 @@ impl ProcessHub {
         self.linked().down.remove(&rank);
     }
 
-    /// A rank of this job was refused. Before the first round was decided, this fails every round.
+    /// Reports that a rank of this job was refused. Before the first round was decided, this fails every round.
     pub(super) fn refuse(&self, rank: u32, cause: &str) {
         if !self.has_met.load(Ordering::Relaxed) {
             self.act(|node, now| ((), node.refuse(rank, cause, now)));

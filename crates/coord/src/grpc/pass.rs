@@ -1,11 +1,11 @@
-//! The headers with which a rank joins, and their check by its parent.
+//! Writes and checks the headers with which a rank joins its parent.
 
 use tonic::Code;
 use tonic::metadata::{AsciiMetadataValue, MetadataMap};
 
 use crate::{Error, Topology};
 
-/// Grows with every change of `coord.proto` or of its meaning.
+/// Protocol version: grows with every change of `coord.proto` or of its meaning.
 pub(super) const PROTOCOL: u32 = 4;
 
 pub(super) const TOKEN_HEADER: &str = "authorization";
@@ -23,12 +23,12 @@ pub(super) struct Pass {
     bearer: AsciiMetadataValue,
 }
 
-/// Why a rank is refused.
+/// Reason why a rank is refused.
 #[derive(Debug, PartialEq)]
 pub(super) struct Refusal {
     pub(super) code: Code,
     pub(super) reason: String,
-    /// The rank, if it belongs to this job and names itself.
+    /// Rank of the process, if it belongs to this job and names itself.
     pub(super) rank: Option<u32>,
 }
 
@@ -56,7 +56,8 @@ impl Pass {
         headers.insert(FAN_OUT_HEADER, self.topology.fan_out().into());
     }
 
-    /// The rank that asks to join, or why it is refused. The token is checked first: a stranger learns nothing else.
+    /// Returns the rank that asks to join, or why it is refused. The token is checked first: without it, a process
+    /// learns nothing else.
     pub(super) fn check(&self, headers: &MetadataMap) -> Result<u32, Refusal> {
         let shown = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("none").to_owned();
         let number = |name: &str| shown(name).parse::<u32>().ok();
@@ -94,7 +95,7 @@ impl Pass {
     }
 }
 
-/// Takes a time that does not depend on where the two differ.
+/// Compares in a time that does not depend on where the two differ.
 pub(crate) fn same_secret(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
 }

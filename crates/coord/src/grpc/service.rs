@@ -1,4 +1,4 @@
-//! The gRPC service that a rank's children join.
+//! Serves the gRPC call with which a rank's children join.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
@@ -27,17 +27,17 @@ pub(super) struct TreeService {
     pass: Pass,
     topology: Topology,
     hub: Arc<ProcessHub>,
-    /// None until this rank has joined itself; children that come before wait.
+    /// Meeting of the ranks; `None` until this rank has joined itself, for which earlier children wait.
     meeting: watch::Sender<Option<Meeting>>,
     children: Mutex<Children>,
 }
 
 struct Children {
-    /// Each child that ever joined.
+    /// Children that ever joined.
     joined: HashMap<u32, Child>,
-    /// Every session holds a clone while it lasts. None once this rank leaves.
+    /// Sender that every session clones and holds while it lasts; `None` once this rank leaves.
     session: Option<mpsc::Sender<()>>,
-    /// At rank 0: the addresses that ranks have registered.
+    /// Addresses that ranks have registered, at rank 0.
     addresses: BTreeMap<u32, String>,
 }
 
@@ -46,7 +46,7 @@ struct Child {
     is_lost: bool,
 }
 
-/// A server without services yet.
+/// Returns a server without services yet.
 pub(super) fn server(tls: Option<&Tls>, keep_alive: KeepAlive) -> Result<Server, Error> {
     let server = Server::builder()
         .http2_keepalive_interval(Some(keep_alive.interval))
@@ -66,7 +66,7 @@ pub(super) async fn serve(mut server: Server, service: Arc<TreeService>, listene
 }
 
 impl TreeService {
-    /// Also returns a receiver that disconnects when the last session has ended.
+    /// Makes the service, and a receiver that disconnects when the last session has ended.
     pub(super) fn new(pass: Pass, topology: &Topology, hub: Arc<ProcessHub>) -> (TreeService, mpsc::Receiver<()>) {
         let (session, sessions) = mpsc::channel();
         let children = Children { joined: HashMap::new(), session: Some(session), addresses: BTreeMap::new() };
@@ -79,7 +79,7 @@ impl TreeService {
         self.meeting.send_replace(Some(meeting));
     }
 
-    /// Admits no child any more.
+    /// Stops admitting children.
     pub(super) fn close(&self) {
         self.children().session = None;
     }
@@ -89,7 +89,7 @@ impl TreeService {
         self.children.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The rank that makes a request.
+    /// Returns the rank that makes a request.
     fn check<T>(&self, request: &Request<T>) -> Result<u32, Status> {
         let checked = self.pass.check(request.metadata());
         // A refusal with a reason also shows that the peer knows the token.

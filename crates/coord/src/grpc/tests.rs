@@ -1,4 +1,4 @@
-//! What the public functions do not let a caller try: strangers' headers, and peers that fall silent.
+//! Tests what the public functions cannot provoke: headers of other jobs, and peers that fall silent.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -54,7 +54,7 @@ fn a_pass_is_checked_field_by_field_and_both_values_are_named() {
     assert_eq!(refused(&|headers| drop(headers.remove(RANK_HEADER))), "its rank is none, expected one below 4");
 }
 
-/// Carries one connection to `address` for as long as `open`, then keeps both ends and says nothing more.
+/// Forwards one connection to `address` while `open`, then keeps both ends open and sends nothing more.
 fn silenceable(address: String, open: Arc<AtomicBool>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let front = listener.local_addr().unwrap().to_string();
@@ -111,7 +111,7 @@ fn both_ends_of_a_silent_connection_find_out_by_their_pings() {
     let front = silenceable(address, Arc::clone(&open));
     let member = opened(1).join(Some(&front), LONG).unwrap();
 
-    // Pings get through and nobody is lost, however idle the connection is.
+    // Pings get through, and no rank is lost, however idle the connection is.
     thread::sleep(Duration::from_millis(500));
     thread::scope(|threads| {
         threads.spawn(|| member.agree("alive", Ok(vec![1]), &mut |_| Err("rank 1".into()), LONG).unwrap());

@@ -1,4 +1,4 @@
-//! Certificates: both ends of every connection show one, signed by the same authority.
+//! Secures connections with certificates: both ends show one, signed by the same authority.
 
 use std::fmt;
 use std::fs;
@@ -8,16 +8,16 @@ use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity, Server,
 
 use crate::Error;
 
-/// The name that every rank's certificate has to be valid for. Ranks' addresses are not known when certificates are
-/// made; the authority and the job's token prove who a rank is.
+/// DNS name that every rank's certificate must be valid for. Ranks' addresses are not known when certificates are made;
+/// the authority and the job's token prove a rank's identity.
 const NAME: &str = "shardfast";
 
-/// A rank's certificate with its key, and the authority that signed those of all ranks.
+/// A rank's certificate with its key, and the authority that signed the certificates of all ranks.
 #[derive(Clone)]
 pub struct Tls {
     identity: Identity,
     authority: Certificate,
-    /// Certificate, key, authority.
+    /// Paths of certificate, key and authority.
     files: [PathBuf; 3],
 }
 
@@ -75,7 +75,7 @@ impl fmt::Display for Tls {
     }
 }
 
-/// What to check when a connection fails.
+/// Returns advice on what to check when a connection fails.
 pub(super) fn hint(tls: Option<&Tls>) -> String {
     match tls {
         Some(tls) => format!("this rank uses {tls}; all ranks need certificates for {NAME:?} from one authority"),
@@ -83,7 +83,7 @@ pub(super) fn hint(tls: Option<&Tls>) -> String {
     }
 }
 
-/// Whether a retry is useless: one end does not accept the other's certificate.
+/// Returns whether a retry is useless, because one end does not accept the other's certificate.
 pub(super) fn is_refusal(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut next = Some(error);
     while let Some(error) = next {

@@ -1,4 +1,4 @@
-//! The connection to the parent.
+//! Connects a rank to its parent.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ pub(super) struct Uplink {
     address: String,
     pass: Pass,
     endpoint: Endpoint,
-    /// What to check when the connection fails.
+    /// Advice on what to check when the connection fails.
     hint: String,
     started: Instant,
     timeout: Duration,
@@ -77,7 +77,7 @@ impl Uplink {
         Ok((Meeting(meeting), session.into_inner()))
     }
 
-    /// Asks rank 0 for the address of `parent`, and registers this rank's own, until rank 0 knows the former.
+    /// Asks rank 0 for the address of `parent` until it is known, and registers this rank's own.
     pub(super) async fn find(&self, parent: u32, own: String) -> Result<String, Error> {
         let mut pause = RETRY_FIRST;
         let mut found = self.ask(&own).await?;
@@ -98,7 +98,7 @@ impl Uplink {
         Ok(found)
     }
 
-    /// One request on a connection of its own, so that rank 0 holds none for a rank that waits.
+    /// Sends one request on a connection of its own, so that rank 0 holds none for a waiting rank.
     async fn ask(&self, own: &str) -> Result<String, Error> {
         let mut client = TreeClient::new(self.reached().await?);
         let mut request = Request::new(Asked { address: own.to_owned() });
@@ -162,7 +162,7 @@ impl Uplink {
     }
 }
 
-/// Transport errors wrap the informative one.
+/// Returns the innermost error, since transport errors wrap the informative one.
 fn innermost(error: &dyn std::error::Error) -> String {
     let mut error = error;
     while let Some(source) = error.source() {

@@ -1,4 +1,4 @@
-//! A coordinator's own threads. A forked child has none of them.
+//! Runs a coordinator's own threads. A forked child has none of them.
 
 use std::future::Future;
 use std::mem;
@@ -10,7 +10,7 @@ use tokio::runtime::{Builder, Runtime};
 use crate::Error;
 
 pub(super) struct Workers {
-    /// Present until it is dropped.
+    /// Runtime of the threads, until it is dropped.
     runtime: Option<Runtime>,
     process: u32,
 }
@@ -25,7 +25,7 @@ impl Workers {
         Ok(Workers { runtime: Some(runtime), process: process::id() })
     }
 
-    /// Whether this is the process that started the threads: a forked child has none.
+    /// Returns whether this is the process that started the threads: a forked child has none.
     pub(super) fn here(&self) -> bool {
         self.process == process::id()
     }
@@ -38,14 +38,14 @@ impl Workers {
         Err(Error::Invalid(format!("the coordinator was opened by process {opened} and forked into process {now}")))
     }
 
-    /// Starts `work` and does not wait for it.
+    /// Starts `work` without waiting for it.
     pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         if let Some(runtime) = &self.runtime {
             runtime.spawn(work);
         }
     }
 
-    /// Waits for `work`; unlike `block_on`, also on a thread that is itself within some runtime.
+    /// Waits for `work`; unlike `block_on`, also works on a thread that is itself within a runtime.
     pub(super) fn run<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T, Error>> + Send + 'static,

@@ -1,4 +1,4 @@
-//! The payloads of a whole subtree as one value: equal ones once, ranks by their order.
+//! Holds the payloads of a whole subtree as one value: each distinct payload once, with ranks by their order.
 
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
@@ -6,32 +6,32 @@ use std::ops::Range;
 
 use prost::bytes::Bytes;
 
-/// How much of either end of a payload is hashed to find equal payloads; only those with equal ends are compared.
+/// Bytes of either end of a payload that are hashed to find equal payloads; only those with equal ends are compared.
 const HASHED_BYTES: usize = 256;
 
-/// The payloads of consecutive ranks, in their order.
+/// Payloads of consecutive ranks, in their order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bundle {
-    /// How many ranks.
+    /// Number of ranks.
     pub(crate) ranks: u32,
-    /// Each payload once.
+    /// Payloads that differ, each once.
     pub(crate) distinct: Vec<Bytes>,
-    /// For each rank the index of its payload among the distinct ones. Empty if all are the same, and if all differ.
+    /// Index of each rank's payload among the distinct ones. Empty if all are the same, and if all differ.
     pub(crate) which: Vec<u32>,
 }
 
 impl Bundle {
-    /// From payloads in the order of their ranks.
+    /// Makes a bundle of payloads in the order of their ranks.
     pub fn new(payloads: impl IntoIterator<Item = Bytes>) -> Bundle {
         let mut collector = Collector::default();
         payloads.into_iter().for_each(|payload| collector.push(payload));
         collector.finish()
     }
 
-    /// From the parts of a message.
+    /// Makes a bundle of the parts of a message.
     ///
     /// # Errors
-    /// What does not fit together.
+    /// A message that names the contradiction.
     pub(crate) fn from_parts(ranks: u32, distinct: Vec<Bytes>, which: Vec<u32>) -> Result<Bundle, String> {
         let count = distinct.len();
         let fits = if which.is_empty() {
@@ -46,12 +46,12 @@ impl Bundle {
         Ok(Bundle { ranks, distinct, which })
     }
 
-    /// How many ranks' payloads there are.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> u32 {
         self.ranks
     }
 
-    /// The payload of the `index`-th rank; none beyond the last.
+    /// Returns the payload of the `index`-th rank; `None` beyond the last.
     pub fn get(&self, index: u32) -> Option<&Bytes> {
         if index >= self.ranks {
             return None;
@@ -59,12 +59,12 @@ impl Bundle {
         self.distinct.get(self.place(index as usize))
     }
 
-    /// The payloads in the order of their ranks.
+    /// Returns the payloads in the order of their ranks.
     pub fn payloads(&self) -> impl Iterator<Item = &Bytes> {
         (0..self.ranks).filter_map(|index| self.get(index))
     }
 
-    /// The payloads of some of the ranks, by their indices; those beyond the last are left out.
+    /// Returns the payloads of some of the ranks, by their indices; those beyond the last are left out.
     pub fn slice(&self, indices: Range<u32>) -> Bundle {
         let (start, end) = (indices.start.min(self.ranks) as usize, indices.end.min(self.ranks) as usize);
         if start >= end {
@@ -106,7 +106,7 @@ impl Bundle {
     }
 }
 
-/// Concatenates bundles.
+/// Concatenates payloads and bundles.
 #[derive(Default)]
 pub(crate) struct Collector {
     distinct: Vec<Bytes>,
@@ -120,7 +120,7 @@ impl Collector {
         self.which.push(place);
     }
 
-    /// The ranks of `bundle` follow.
+    /// Appends the ranks of `bundle`.
     pub(crate) fn append(&mut self, bundle: &Bundle) {
         let places: Vec<u32> = bundle.distinct.iter().map(|payload| self.place(payload.clone())).collect();
         self.which.extend((0..bundle.ranks as usize).map(|index| places[bundle.place(index)]));
@@ -138,7 +138,7 @@ impl Collector {
     }
 }
 
-/// A payload that is looked up by its ends.
+/// A payload that is hashed by its ends only.
 #[derive(PartialEq, Eq)]
 struct Alike(Bytes);
 

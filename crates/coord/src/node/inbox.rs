@@ -1,11 +1,11 @@
-//! Messages of one link, each once and in order.
+//! Delivers the messages of one link, each once and in order.
 
 use std::collections::BTreeMap;
 
 #[derive(Debug)]
 pub(super) struct Inbox<M> {
     taken: u64,
-    /// Messages that came before earlier ones.
+    /// Messages that arrived before earlier ones.
     early: BTreeMap<u64, M>,
 }
 
@@ -14,7 +14,7 @@ impl<M> Inbox<M> {
         Inbox { taken: 0, early: BTreeMap::new() }
     }
 
-    /// The number of the last message that was taken; they begin with 1.
+    /// Returns the number of the last message that was taken; they begin with 1.
     pub(super) fn taken(&self) -> u64 {
         self.taken
     }
@@ -26,7 +26,7 @@ impl<M> Inbox<M> {
         }
     }
 
-    /// The next message, if it has arrived.
+    /// Takes the next message, if it has arrived.
     pub(super) fn take(&mut self) -> Option<M> {
         let message = self.early.remove(&(self.taken + 1))?;
         self.taken += 1;

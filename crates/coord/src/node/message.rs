@@ -1,4 +1,4 @@
-//! The messages between parents and children in the tree.
+//! Defines the messages between parents and children in the tree.
 //!
 //! Messages of one link are numbered from 1, so that a node takes each once and in order, whatever the transport does.
 //! Pings and their answers have no number: they may overtake all other messages.
@@ -12,154 +12,154 @@ use prost::bytes::Bytes;
 use super::bundle::Bundle;
 use crate::{Error, Failure, SAMPLE_BYTES};
 
-/// Reasons of one round that go to every rank; the rest is counted.
+/// Number of reasons of one round that go to every rank; the others are counted.
 pub const FAILURES_MAX: usize = 64;
 
 /// A numbered message from child to parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Upward {
-    /// This message's number on its link.
+    /// Number of this message on its link.
     pub number: u64,
-    /// The number of the parent's last message that the child had taken when it sent this.
+    /// Number of the parent's last message that the child had taken when it sent this.
     pub seen: u64,
-    /// The message.
+    /// Contents of the message.
     pub word: FromChild,
 }
 
 /// A numbered message from parent to child.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Downward {
-    /// This message's number on its link.
+    /// Number of this message on its link.
     pub number: u64,
-    /// The message.
+    /// Contents of the message.
     pub word: FromParent,
 }
 
 impl Upward {
-    /// A ping to the parent.
+    /// Makes a ping to the parent.
     pub(crate) fn asks(interval: Duration) -> Upward {
         Upward { number: 0, seen: 0, word: FromChild::Asks { interval } }
     }
 
-    /// The answer to a ping.
+    /// Answer to a ping.
     pub(crate) const LIVES: Upward = Upward { number: 0, seen: 0, word: FromChild::Lives };
 }
 
 impl Downward {
-    /// A ping to a child.
+    /// Makes a ping to a child.
     pub(crate) fn asks(interval: Duration) -> Downward {
         Downward { number: 0, word: FromParent::Asks { interval } }
     }
 
-    /// The answer to a ping.
+    /// Answer to a ping.
     pub(crate) const LIVES: Downward = Downward { number: 0, word: FromParent::Lives };
 }
 
-/// What a child sends.
+/// Contents of a child's message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromChild {
-    /// Its whole subtree's part of a round, once for each round.
+    /// Part of its whole subtree in a round, once for each round.
     Part(Part),
-    /// A rank below it is lost.
+    /// Loss of a rank below the child.
     Lost {
-        /// The rank.
+        /// Rank that is lost.
         rank: u32,
-        /// Why.
+        /// Cause of the loss.
         cause: String,
     },
-    /// A deadline below the child has passed, in a round of which the parent has this child's part.
+    /// Expiry of a deadline below the child, in a round of which the parent has this child's part.
     Overdue {
-        /// The round's topic.
+        /// Topic of the round.
         topic: String,
     },
-    /// Pings the parent, which then pings its own parent.
+    /// Ping to the parent, which then pings its own parent.
     Asks {
-        /// When the next ping follows.
+        /// Time until the next ping.
         interval: Duration,
     },
-    /// Answers a ping.
+    /// Answer to a ping.
     Lives,
 }
 
-/// A subtree's part of one round.
+/// Part of a subtree in one round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// The round's topic.
+    /// Topic of the round.
     pub topic: String,
-    /// How long ago its first rank came.
+    /// Time since the first rank contributed.
     pub age: Duration,
-    /// The time until the first deadline of its ranks.
+    /// Time until the first deadline of the subtree's ranks.
     pub left: Duration,
-    /// What its ranks contributed.
+    /// Contributions of the ranks.
     pub report: Report,
 }
 
-/// What the ranks of a subtree contributed to a round.
+/// Contributions of a subtree's ranks to a round.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Those that failed.
+    /// Failures of ranks.
     pub failures: Failures,
-    /// Those that have not come, ascending runs.
+    /// Ranks that have not contributed, in ascending runs.
     pub missing: Vec<Range<u32>>,
-    /// Those of them that did not answer a ping, ascending.
+    /// Missing ranks that did not answer a ping, ascending.
     pub silent: Vec<u32>,
-    /// How the first payload that is not empty begins, where some ranks have not come.
+    /// Beginning of the first payload that is not empty, if some ranks have not contributed.
     pub sample: Bytes,
-    /// The payloads of all; none when some failed or have not come, since then nothing is decided.
+    /// Payloads of all ranks; `None` if some failed or are missing, since then nothing is decided.
     pub payloads: Option<Bundle>,
 }
 
-/// What a parent sends.
+/// Contents of a parent's message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromParent {
-    /// The round can wait no longer: report what there is.
+    /// End of waiting for a round: the child must report what it has.
     Close {
-        /// The round's topic.
+        /// Topic of the round.
         topic: String,
     },
-    /// The round was decided.
+    /// Outcome of a decided round.
     Answer {
-        /// The round's topic.
+        /// Topic of the round.
         topic: String,
-        /// The answers of all ranks of the child's subtree.
+        /// Answers of all ranks of the child's subtree.
         answers: Bundle,
     },
-    /// The round failed, with the same error for every rank.
+    /// Failure of a round, with the same error for every rank.
     Failed {
-        /// The round's topic.
+        /// Topic of the round.
         topic: String,
-        /// Why.
+        /// Error of the round.
         error: Error,
     },
-    /// The time of a round is over, and its outcome cannot arrive.
+    /// Expiry of a round whose outcome cannot arrive.
     OutcomeUnknown {
-        /// The round's topic.
+        /// Topic of the round.
         topic: String,
-        /// The rank above that is silent.
+        /// Silent rank above.
         rank: u32,
     },
-    /// The first lost rank: rounds that are not complete fail, and all later ones.
+    /// First lost rank: rounds that are not complete fail, and all later ones.
     Lost {
-        /// The rank.
+        /// Rank that is lost.
         rank: u32,
-        /// Why.
+        /// Cause of the loss.
         cause: String,
     },
-    /// Pings the child, which then pings its own children.
+    /// Ping to the child, which then pings its own children.
     Asks {
-        /// When the next ping follows.
+        /// Time until the next ping.
         interval: Duration,
     },
-    /// Answers a ping.
+    /// Answer to a ping.
     Lives,
 }
 
-/// The failures of some ranks: those of the lowest ranks with their reasons, the others counted.
+/// Failures of some ranks: those of the lowest ranks with their reasons, the others counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Failures {
     /// Reasons by rank, at most [`FAILURES_MAX`].
     pub(crate) spelled: BTreeMap<u32, String>,
-    /// How many ranks more failed.
+    /// Number of further ranks that failed.
     pub(crate) more: u32,
 }
 
@@ -183,7 +183,7 @@ impl Failures {
         }
     }
 
-    /// As the error of the round of `topic`.
+    /// Converts to the error of the round of `topic`.
     pub(crate) fn into_error(self, topic: &str) -> Error {
         let failures = self.spelled.into_iter().map(|(rank, reason)| Failure { rank, reason }).collect();
         Error::Failed { topic: topic.to_owned(), failures, more: self.more }
@@ -191,12 +191,12 @@ impl Failures {
 }
 
 impl Report {
-    /// Whether every rank has come.
+    /// Returns whether every rank has contributed.
     pub fn is_complete(&self) -> bool {
         self.missing.is_empty()
     }
 
-    /// Checks that it can be the report of `subtree`.
+    /// Checks that this can be the report of `subtree`.
     pub(crate) fn check(&self, subtree: &Range<u32>) -> Result<(), String> {
         let within = |ranks: &Range<u32>| subtree.start <= ranks.start && ranks.end <= subtree.end;
         let mut next = subtree.start;

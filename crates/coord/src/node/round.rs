@@ -1,4 +1,4 @@
-//! One round at one node.
+//! Keeps the state of one round at one node.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,34 +21,34 @@ pub(super) struct Round<W> {
     pub(super) opened: Duration,
     pub(super) expires: Duration,
     pub(super) stage: Stage,
-    /// Whether this rank's call has come, even if it has timed out since.
+    /// `true` once this rank's call has come, even if it has timed out since.
     pub(super) has_come: bool,
     pub(super) waiting: Option<Waiting<W>>,
     pub(super) own: Option<Result<Bytes, String>>,
-    /// Whether this node has reported to the parent that the round is overdue here.
+    /// `true` once this node has reported to the parent that the round is overdue here.
     pub(super) is_overdue: bool,
-    /// The silent rank above, once the round has failed here because of it.
+    /// Silent rank above, once the round has failed here because of it.
     pub(super) silent_above: Option<u32>,
-    /// By child.
+    /// Reports, by child.
     pub(super) reports: BTreeMap<u32, Report>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Waits for ranks to come.
+    /// Waiting for contributions.
     Gathering,
-    /// Waits for the children's reports.
+    /// Waiting for the children's reports.
     Closing {
-        /// Reports that come later are left out.
+        /// Time after which reports are left out.
         until: Duration,
     },
-    /// The part is sent; waits for the outcome.
+    /// Waiting for the outcome, with the part sent.
     Reported,
-    /// Rank 0 has all contributions.
+    /// Waiting for the decision; only at rank 0, which has all contributions.
     Deciding,
 }
 
-/// The local call that waits.
+/// A local call that waits.
 #[derive(Debug)]
 pub(super) struct Waiting<W> {
     pub(super) waiter: W,
@@ -82,17 +82,17 @@ impl<W> Round<W> {
         stage.into_iter().chain(gives_up).min()
     }
 
-    /// Whether this node still has to report to the parent that the round is overdue.
+    /// Returns whether this node still has to report to the parent that the round is overdue.
     pub(super) fn is_overdue_at(&self, now: Duration) -> bool {
         self.stage == Stage::Reported && !self.is_overdue && self.silent_above.is_none() && self.expires <= now
     }
 
-    /// When to watch the other ends that this round waits for.
+    /// Returns when to watch the other ends that this round waits for.
     pub(super) fn wanted(&self) -> Wanted {
         Wanted::by(self.opened, self.expires)
     }
 
-    /// Whether a call in this subtree waits, or may still come, for an answer of the parent.
+    /// Returns whether a call in this subtree waits, or may still come, for an answer of the parent.
     pub(super) fn waits_for_parent(&self) -> bool {
         let is_awaited = self.waiting.is_some() || !self.has_come;
         is_awaited && self.silent_above.is_none() && self.stage != Stage::Deciding
@@ -102,20 +102,20 @@ impl<W> Round<W> {
         matches!(self.stage, Stage::Gathering | Stage::Closing { .. }) && !self.reports.contains_key(&child)
     }
 
-    /// The time after which a silent parent is not waited for.
+    /// Returns the time after which a silent parent is not waited for.
     pub(super) fn gives_up_on_parent(&self) -> Option<Duration> {
         (self.stage == Stage::Reported && self.waits_for_parent()).then_some(self.expires)
     }
 
-    /// The error of this rank's call if the round has already failed here because of a silent rank above.
+    /// Returns the error of this rank's call if the round has already failed here because of a silent rank above.
     pub(super) fn join_after_timeout(&mut self, topic: &str) -> Option<Error> {
         let rank = self.silent_above.filter(|_| !self.has_come)?;
         self.has_come = true;
         Some(outcome_unknown(topic, rank))
     }
 
-    /// What the subtree of `rank` contributed, and forgets the payloads. `children`: each subtree, and whether it is
-    /// silent.
+    /// Returns the contributions of the subtree of `rank`, and forgets the payloads. `children` yields each subtree,
+    /// and whether it is silent.
     pub(super) fn report<'a>(&mut self, rank: u32, children: impl Iterator<Item = (&'a Range<u32>, bool)>) -> Report {
         let mut report = Report::default();
         let mut payloads = Collector::default();
@@ -156,7 +156,7 @@ impl<W> Round<W> {
         report
     }
 
-    /// At rank 0: every rank's payload, in their order; `None` if some are missing.
+    /// Returns, at rank 0, every rank's payload, in their order; `None` if some are missing.
     pub(super) fn payloads<'a>(&mut self, mut children: impl Iterator<Item = &'a Range<u32>>) -> Option<Vec<Vec<u8>>> {
         let own = self.own.as_ref()?.as_ref().ok()?;
         if !children.all(|subtree| self.reports.get(&subtree.start).is_some_and(|report| report.payloads.is_some())) {
@@ -171,8 +171,8 @@ impl<W> Round<W> {
     }
 }
 
-/// Why a round ends without a decision. Failures that ranks contributed come first; a lost rank and missing ranks are
-/// added to them.
+/// Returns the error of a round that ends without a decision. Failures that ranks contributed come first; a lost rank
+/// and missing ranks are added to them.
 pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option<(u32, &str)>) -> Error {
     let Report { mut failures, missing, silent, sample, .. } = report;
     match lost {
@@ -209,7 +209,7 @@ impl Report {
     }
 }
 
-/// The error of a rank below a silent one.
+/// Returns the error of a rank below a silent one.
 pub(super) fn outcome_unknown(topic: &str, rank: u32) -> Error {
     Error::Unavailable(format!("rank {rank} does not answer; the outcome of the agreement on {topic:?} is unknown"))
 }
@@ -221,7 +221,7 @@ pub(super) fn check_topic(topic: &str) -> Result<(), Error> {
     }
 }
 
-/// A contribution that is too large becomes a failure, which every rank gets.
+/// Turns a contribution that is too large into a failure, which every rank gets.
 pub(super) fn bounded(contribution: Contribution) -> Contribution {
     match contribution {
         Ok(bytes) if bytes.len() > PAYLOAD_BYTES_MAX => {

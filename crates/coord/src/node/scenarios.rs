@@ -1,7 +1,7 @@
-//! Whatever happens on the way: delays, duplicates, overtaking, crashes, ranks that come late or never.
+//! Tests random scenarios: delays, duplicates, reordering, crashes, ranks that come late or never.
 //!
 //! Every case is a tree and a list of numbers that choose what happens next, until nothing more can happen; then the
-//! invariants must hold of all that ranks were told.
+//! invariants must hold for all replies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use super::*;
 const SECOND: Duration = Duration::from_secs(1);
 const TOPICS: [&str; 2] = ["a", "b"];
 
-/// A call by a rank: the n-th that it makes on a topic.
+/// A call: the rank, the topic, and the number of its calls on that topic before.
 type Call = (u32, usize, usize);
 
 type Answer = Result<Vec<u8>, Error>;
@@ -21,17 +21,17 @@ type Answer = Result<Vec<u8>, Error>;
 enum Message {
     Up(Upward),
     Down(Downward),
-    /// The sender is gone: the last message of its link.
+    /// End of a link: its last message, since the sender crashed.
     Gone,
 }
 
 struct World {
     topology: Topology,
     nodes: Vec<Option<Node<Call>>>,
-    /// By sender and receiver.
+    /// Messages in flight, by sender and receiver.
     links: BTreeMap<(u32, u32), Vec<Message>>,
     now: Duration,
-    /// How many calls each rank has made on each topic, and whether one waits.
+    /// Number of calls of each rank on each topic, and whether one waits.
     calls: BTreeMap<(u32, usize), (usize, bool)>,
     made: BTreeSet<Call>,
     told: BTreeMap<Call, Answer>,
@@ -83,7 +83,7 @@ impl World {
         self.calls.get_mut(&(rank, topic)).unwrap().1 = false;
     }
 
-    /// One thing happens; `choice` says which.
+    /// Performs one event, which `choice` selects.
     fn step(&mut self, choice: u64) {
         let (what, which) = (choice % 16, (choice / 16) as usize);
         let world = self.topology.world();
@@ -106,7 +106,7 @@ impl World {
         let call = (rank, topic, *made);
         let contribution = if fails { Err(format!("rank {rank} fails")) } else { Ok(part(rank, *made)) };
         let effects = node.contribute(TOPICS[topic], contribution, call, self.now, SECOND * (1 + rank % 3));
-        // Whose first call was given up without an answer is told so; that is no call of a round.
+        // A call whose predecessor timed out without an answer is refused; that is no call of a round.
         if matches!(&effects[..], [Effect::Reply(_, Reply::Answer(Err(Error::Invalid(_))))]) {
             return;
         }
@@ -115,14 +115,14 @@ impl World {
         self.perform(rank, effects);
     }
 
-    /// Some message arrives, not always the first of its link; it may arrive once more.
+    /// Delivers some message, not always the first of its link; it may be delivered again.
     fn deliver(&mut self, which: usize) {
         let links: Vec<(u32, u32)> =
             self.links.iter().filter(|(_, queue)| !queue.is_empty()).map(|(l, _)| *l).collect();
         let Some(&(from, to)) = links.get(which % links.len().max(1)) else { return };
         let queue = self.links.get_mut(&(from, to)).unwrap();
         let ahead = which / 64 % queue.len().min(3);
-        // That it broke is found out only when nothing is left to read.
+        // A broken link is noticed only when nothing is left to read.
         let index = if matches!(queue[ahead], Message::Gone) { 0 } else { ahead };
         let message = if which.is_multiple_of(5) && !matches!(queue[index], Message::Gone) {
             queue[index].clone()
@@ -178,7 +178,7 @@ impl World {
         }
     }
 
-    /// All messages arrive, all decisions are made, all time passes.
+    /// Delivers all messages, makes all decisions, and lets all time pass.
     fn finish(&mut self) {
         loop {
             while let Some((&(from, to), _)) = self.links.iter().find(|(_, queue)| !queue.is_empty()) {
@@ -229,7 +229,7 @@ impl World {
     }
 }
 
-/// What tells how a round ended, and not only that this rank cannot know.
+/// Returns whether an answer tells how the round ended, and not only that this rank cannot know.
 fn is_known(answer: &Result<Vec<u8>, Error>, is_cut: bool) -> bool {
     match answer {
         Ok(_) => true,
@@ -239,7 +239,7 @@ fn is_known(answer: &Result<Vec<u8>, Error>, is_cut: bool) -> bool {
 }
 
 fn part(rank: u32, round: usize) -> Vec<u8> {
-    // Some ranks say the same.
+    // Some ranks contribute the same bytes.
     vec![(rank / 2) as u8, round as u8]
 }
 

@@ -1,4 +1,4 @@
-//! What a node does in each situation, seen from a whole tree whose messages arrive at once.
+//! Tests a node in each situation, in a whole tree whose messages arrive at once.
 
 use std::collections::VecDeque;
 
@@ -8,7 +8,7 @@ use crate::{Failure, SAMPLE_BYTES};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// The calls that were told something: rank and reply.
+/// Replies to calls: rank and reply.
 type Told = Vec<(u32, Reply)>;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -17,7 +17,7 @@ struct Taken {
     bytes: usize,
 }
 
-/// Takes what is sent as bytes.
+/// Encodes and decodes a message, and counts its bytes.
 fn carried<M: Encoded>(message: M, taken: &mut Taken) -> M {
     let bytes = message.encode();
     taken.messages += 1;
@@ -29,11 +29,11 @@ fn carried<M: Encoded>(message: M, taken: &mut Taken) -> M {
 struct Tree {
     topology: Topology,
     nodes: Vec<Node<u32>>,
-    /// Ranks that neither take nor send anything; what they would is held.
+    /// Ranks that neither take nor send messages; these are held.
     silent: Vec<u32>,
     held: Vec<(u32, Effect<u32>)>,
     now: Duration,
-    /// What each rank took from below, and from above.
+    /// Messages that each rank took from below, and from above.
     taken: Vec<(Taken, Taken)>,
 }
 
@@ -56,7 +56,7 @@ impl Tree {
         self.deliver(effects.into_iter().map(|effect| (rank, effect)).collect())
     }
 
-    /// Whoever was silent goes on.
+    /// Wakes the silent ranks, and delivers the held messages.
     fn wake(&mut self) -> Told {
         self.silent.clear();
         let held = std::mem::take(&mut self.held);
@@ -111,7 +111,7 @@ impl Tree {
         (own.unwrap(), told)
     }
 
-    /// Lets `time` pass, with a tick whenever a node wants one.
+    /// Lets `time` pass, with a tick whenever a node is due.
     fn pass(&mut self, time: Duration) -> Told {
         let (end, mut told) = (self.now + time, Vec::new());
         loop {
@@ -158,7 +158,7 @@ fn error(reply: &Reply) -> &Error {
     }
 }
 
-/// All ranks in `told` have the same error, and those in it are exactly `ranks`.
+/// Checks that exactly `ranks` have replies in `told`, all with the same error; returns it.
 fn same_error(told: &Told, ranks: impl IntoIterator<Item = u32>) -> Error {
     assert_eq!(sorted(told), ranks.into_iter().collect::<Vec<_>>());
     let first = error(&told[0].1);
@@ -166,7 +166,7 @@ fn same_error(told: &Told, ranks: impl IntoIterator<Item = u32>) -> Error {
     first.clone()
 }
 
-/// What those of `ranks` were told.
+/// Returns the replies to those of `ranks`.
 fn only(told: &Told, ranks: impl IntoIterator<Item = u32>) -> Told {
     let ranks: Vec<u32> = ranks.into_iter().collect();
     told.iter().filter(|(rank, _)| ranks.contains(rank)).cloned().collect()
@@ -182,14 +182,14 @@ fn outcome_unknown(rank: u32) -> Error {
     round::outcome_unknown("plan", rank)
 }
 
-/// A star, chains of two, and nodes of three ranks below each other.
+/// Returns a star, chains of two, and nodes of three ranks below each other.
 fn trees() -> Vec<Tree> {
     [(5, 1, 32), (8, 1, 2), (13, 3, 4)]
         .map(|(world, local_world, fan_out)| Tree::new(world, local_world, fan_out))
         .into()
 }
 
-/// Every rank first, and every rank last.
+/// Returns orders in which every rank is first once, and last once.
 fn orders(world: u32) -> Vec<Vec<u32>> {
     let rotated = |shift| (0..world).map(move |rank| (rank + shift) % world).collect::<Vec<_>>();
     (0..world).flat_map(|shift| [rotated(shift), rotated(shift).into_iter().rev().collect()]).collect()
@@ -234,14 +234,14 @@ fn every_order_of_arrival_lists_every_failure_once_all_have_come() {
     }
 }
 
-/// The error of a round of "plan"; `first` is the lowest rank that contributed something, 0 where none did.
+/// Returns the error of a round of "plan"; `first` is the lowest rank that contributed bytes, 0 if none did.
 fn missing(ranks: Vec<u32>, silent: Vec<u32>, waited: Duration, first: u32) -> Error {
     let mut sample = bytes(first);
     sample.truncate(SAMPLE_BYTES);
     Error::Missing { topic: "plan".into(), ranks, silent, waited, sample }
 }
 
-/// The lowest of those ranks that contribute something.
+/// Returns the lowest of those ranks that contribute bytes.
 fn lowest(ranks: &[u32]) -> u32 {
     ranks.iter().copied().find(|rank| *rank > 0).unwrap_or(0)
 }
@@ -289,7 +289,7 @@ fn a_rank_that_goes_ends_what_is_not_complete_and_all_that_comes_later() {
         }
         let lost = Error::Lost { rank: gone, cause: "killed".into() };
         let told = tree.lose(gone, "killed");
-        // Whoever is below it cannot be told what comes of a complete round.
+        // The outcome of a complete round cannot reach the ranks below it.
         let below = if gone == 0 { 1..8 } else { gone + 1..tree.topology.subtree(gone).end };
         let mut ended: Vec<u32> = here.chain(below.clone()).collect();
         ended.sort_unstable();
@@ -338,7 +338,7 @@ fn a_part_that_crosses_the_failure_of_its_round_does_not_count_for_the_next() {
     let missing = missing(vec![1, 2, 3], vec![1], LONG, 4);
     assert_eq!(same_error(&only(&told, 2..4), 2..4), outcome_unknown(1));
     assert_eq!(same_error(&only(&told, [0, 4, 5, 6, 7]), [0, 4, 5, 6, 7]), missing);
-    // Rank 1 comes in its own time, as far as it knows, and hears the others afterwards.
+    // Rank 1 contributes in time by its own clock, and receives the other messages afterwards.
     for rank in [0, 4, 5, 6, 7] {
         assert_eq!(tree.come(rank, "plan"), vec![]);
     }
@@ -383,7 +383,7 @@ fn a_silent_rank_is_named_to_every_other_rank_by_the_deadline() {
             }
             assert_eq!(tree.pass(deadline - Duration::from_nanos(1)), vec![]);
             let told = tree.pass(Duration::from_nanos(1));
-            // Nobody above can say what ranks below it did.
+            // The state of the ranks below it is unknown above.
             let below = tree.topology.subtree(silent);
             let (under, others): (Vec<u32>, Vec<u32>) =
                 tree.ranks().filter(|rank| *rank != silent).partition(|rank| below.contains(rank));
@@ -415,10 +415,10 @@ fn a_rank_that_falls_silent_after_its_part_is_named_to_those_below_it_only() {
             let others = tree.ranks().filter(|rank| *rank > 0 && *rank != silent && !under.clone().any(|u| u == *rank));
             let (_, told) = tree.decide("plan", Ok(vec![vec![1]; 8]));
             assert!(others.eq(sorted(&told)) && told.iter().all(|(_, reply)| *reply == Reply::Answer(Ok(vec![1]))));
-            // It goes on: it has its answer, and nobody is told twice.
+            // It continues: it has its answer, and no rank gets a second one.
             assert_eq!(tree.wake(), vec![(silent, Reply::Answer(Ok(vec![1])))]);
             assert!(tree.is_quiet());
-            // It was silent for a while; nobody lost its place.
+            // It was silent for a while; all ranks are still members.
             for rank in (1..8).rev() {
                 assert_eq!(tree.come(rank, "plan"), vec![]);
             }
@@ -449,7 +449,7 @@ fn whoever_comes_after_the_others_below_a_silent_rank_were_told_is_told_the_same
     assert_eq!(same_error(&tree.come(7, "plan"), [7]), outcome_unknown(4));
     let message = r#"rank 6 contributes to "plan" twice; its first call still waits"#;
     assert_eq!(same_error(&tree.come(6, "plan"), [6]), Error::Invalid(message.into()));
-    // The others hear of the round only when rank 4 goes on.
+    // The others learn of the round only when rank 4 continues.
     for rank in [0, 1, 2, 3, 5] {
         tree.come(rank, "plan");
     }
@@ -465,7 +465,7 @@ fn a_rank_that_waits_far_from_a_silent_one_hears_of_it_by_the_deadline_as_well()
     let topology = chain().topology;
     let above = |rank| std::iter::successors(topology.parent(rank), |rank| topology.parent(*rank));
     let waiting = topology.parent(39).unwrap();
-    // It waits for the rank below it, so that nobody above knows of the round before its time is over.
+    // It waits for the rank below it, so that no rank above knows of the round before it expires.
     for silent in above(waiting).skip(2) {
         let mut tree = chain();
         tree.silent.push(silent);
@@ -486,7 +486,7 @@ fn a_rank_that_waits_far_from_a_silent_one_hears_of_it_by_the_deadline_as_well()
 fn a_part_that_was_held_up_on_the_way_does_not_lengthen_the_time_of_its_round() {
     let mut tree = Tree::new(8, 1, 2);
     tree.silent.push(6);
-    // Rank 7 is not heard by rank 6 for half its time, and rank 4 not at all.
+    // Rank 6 gets nothing from rank 7 for half its time, and rank 4 is silent throughout.
     for rank in tree.ranks().filter(|rank| ![4, 6].contains(rank)) {
         tree.come(rank, "plan");
     }
@@ -499,7 +499,7 @@ fn a_part_that_was_held_up_on_the_way_does_not_lengthen_the_time_of_its_round() 
     assert_eq!(same_error(&only(&told, 0..4), 0..4), missing);
     assert_eq!(same_error(&only(&told, 5..8), [5, 6, 7]), outcome_unknown(4));
 
-    // With nobody silent, who has not come is named in time as well.
+    // With no silent rank, missing ranks are named in time as well.
     let mut tree = Tree::new(8, 1, 2);
     tree.silent.push(6);
     tree.come(7, "plan");
@@ -571,7 +571,7 @@ fn an_answer_that_does_not_come_leaves_the_outcome_unknown_and_may_still_come_ab
     assert!(matches!(same_error(&told, 1..8), Error::Unavailable(_)));
     let twice = tree.come(3, "plan");
     assert!(matches!(same_error(&twice, [3]), Error::Invalid(_)));
-    // Rank 0 decides after all; nobody is told twice.
+    // Rank 0 decides after all; no rank gets a second answer.
     assert_eq!(tree.decide("plan", Ok(vec![vec![1]; 8])), (Ok(vec![1]), vec![]));
     assert!(tree.is_quiet());
 }

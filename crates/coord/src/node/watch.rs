@@ -1,72 +1,73 @@
-//! Whether the other end of a link still answers; it is pinged only while a round waits for it.
+//! Watches whether the other end of a link still answers; pings it only while a round waits for it.
 
 use std::time::Duration;
 
-/// Pings without an answer after which the other end counts as silent.
+/// Number of pings without an answer after which the other end counts as silent.
 const ASKS: u32 = 3;
 
-/// The shortest time for an answer. The other end's transport answers, not its program, so this is what a machine
+/// Shortest interval of pings. The other end's transport answers, not its program, so this is the time that a machine
 /// needs to run a thread that has work: some tens of milliseconds at a load of 8 per core.
 const INTERVAL_MIN: Duration = Duration::from_millis(150);
 
-/// The longest: a process that is stopped for less than [`ASKS`] of them counts as slow.
+/// Longest interval of pings: a process that is stopped for less than [`ASKS`] of them counts as slow.
 const INTERVAL_MAX: Duration = Duration::from_millis(500);
 
-/// The longest time from the moment that a rank falls silent until it counts as silent, beside the round trip of a
-/// ping: the ping before may just have been answered.
+/// Longest time from a rank's falling silent until it counts as silent, beside the round trip of a ping: the ping
+/// before may just have been answered.
 pub const SILENCE: Duration = INTERVAL_MAX.saturating_mul(ASKS + 1);
 
-/// When to watch the other end.
+/// Time and interval at which to watch the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Wanted {
-    /// From then on.
+    /// Start of the pings.
     from: Duration,
     interval: Duration,
 }
 
 impl Wanted {
-    /// Around the end of a round that was opened at `opened` and expires at `expires`.
+    /// Watches around the end of a round that was opened at `opened` and expires at `expires`.
     pub(super) fn by(opened: Duration, expires: Duration) -> Wanted {
         let interval = (expires.saturating_sub(opened) / 8).clamp(INTERVAL_MIN, INTERVAL_MAX);
         Wanted { from: expires.saturating_sub(interval * (ASKS + 1)).max(opened), interval }
     }
 
-    /// For a ping that is passed on: the interval is the sender's, within this node's bounds.
+    /// Watches for a ping that is passed on: the interval is the sender's, within this node's bounds.
     pub(super) fn passed_on(interval: Duration, now: Duration) -> Wanted {
         Wanted { from: now, interval: interval.clamp(INTERVAL_MIN, INTERVAL_MAX) }
     }
 
-    /// For two rounds.
+    /// Combines the watching of two rounds.
     pub(super) fn and(self, other: Wanted) -> Wanted {
         Wanted { from: self.from.min(other.from), interval: self.interval.min(other.interval) }
     }
 }
 
-/// One end's view of the other.
+/// State of the other end, as one end sees it.
 ///
-/// It counts unanswered pings, not time: a process that was stopped itself, and finds the answers unread when it goes
-/// on, has sent no more pings meanwhile. A silent end is not pinged again; it answers the pings when it goes on.
+/// Counts unanswered pings, not time: a process that was stopped itself, and finds the answers unread when it
+/// continues, has sent no more pings meanwhile. A silent end is not pinged again; it answers the pings when it
+/// continues.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
-    /// Pings since the last message of the other end.
+    /// Number of pings since the last message of the other end.
     unanswered: u32,
     is_silent: bool,
-    /// The time of the next ping, or of the decision that it is silent.
+    /// Time of the next ping, or of the decision that the other end is silent.
     next: Duration,
 }
 
-/// What to do about the other end.
+/// Result of a look at the other end.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// Ping it, and again after this time.
+    /// Ping it now, and again after this time.
     Ask(Duration),
-    /// It has just been found silent.
+    /// Found silent just now.
     Silent,
     Nothing,
 }
 
 impl Watch {
-    /// Notes a message of the other end, of whatever kind.
+    /// Resets the count, after any message of the other end.
     pub(super) fn answered(&mut self) {
         (self.unanswered, self.is_silent) = (0, false);
     }
@@ -88,7 +89,7 @@ impl Watch {
         Look::Ask(wanted.interval)
     }
 
-    /// When [`look`](Watch::look) has something to do.
+    /// Returns when [`look`](Watch::look) has work to do.
     pub(super) fn due(&self, wanted: Wanted) -> Option<Duration> {
         (!self.is_silent).then(|| self.next.max(wanted.from))
     }
@@ -100,7 +101,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Looks whenever it is due, until `end`; returns when it pinged, and when it found silence.
+    /// Looks whenever it is due, until `end`; returns the times of pings, and the time at which it found silence.
     fn watched(watch: &mut Watch, wanted: Wanted, end: Duration) -> (Vec<Duration>, Option<Duration>) {
         let mut asked = Vec::new();
         while let Some(due) = watch.due(wanted).filter(|due| *due <= end) {

@@ -1,4 +1,4 @@
-//! How two ranks prove to each other that a connection is theirs: steps 2 and 3 of the protocol.
+//! Proves to two ranks that a connection is theirs: steps 2 and 3 of the protocol.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -17,23 +17,23 @@ use tokio::time::timeout;
 
 use crate::{Error, Meeting};
 
-/// The first bytes of the connecting side; the last digit grows with every change of the protocol.
+/// First bytes of the connecting side; the last digit grows with every change of the protocol.
 const MAGIC: [u8; 8] = *b"sfpeers2";
 
 const NONCE_BYTES: usize = 16;
 const PROOF_BYTES: usize = 32;
 
-/// How long a connection may take to prove that it is a peer's.
+/// Time that a connection may take to prove that it is a peer's.
 const PROVE_WITHIN: Duration = Duration::from_secs(10);
 
 /// A connection with one peer.
 pub(super) enum Link {
     Remote(TcpStream),
-    /// With the descriptor that the peer offered.
+    /// Connection within the machine, with the descriptor that the peer offered.
     Local(UnixStream, Option<OwnedFd>),
 }
 
-/// This rank, and the purpose of its connections.
+/// Identity of this rank, and the purpose of its connections.
 #[derive(Clone)]
 pub(super) struct This {
     pub(super) rank: u32,
@@ -42,12 +42,12 @@ pub(super) struct This {
     pub(super) offered: Option<Arc<OwnedFd>>,
 }
 
-/// An address in the abstract namespace, where sockets have names and no files.
+/// Returns an address in the abstract namespace, where sockets have names and no files.
 pub(super) fn abstract_path(name: &str) -> String {
     format!("\0shardfast-{name}")
 }
 
-/// The side that connects.
+/// Connects to a rank and proves this one.
 pub(super) async fn connect(this: This, rank: u32, address: String) -> Result<(u32, Link), Error> {
     let unreachable = |cause: &dyn std::fmt::Display| {
         Error::Unavailable(format!("rank {} cannot connect to rank {rank} at {address}: {cause}", this.rank))
@@ -103,7 +103,7 @@ pub(super) async fn answer_local(this: This, mut link: UnixStream) -> Option<(u3
     Some((rank, Link::Local(link, offered)))
 }
 
-/// The accepting side: the rank that connected; `None` for a stranger.
+/// Answers the connecting side; returns its rank, or `None` without a valid proof.
 async fn answer(this: &This, link: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> Option<u32> {
     let ours = nonce().ok()?;
     link.write_all(&ours).await.ok()?;
@@ -163,7 +163,8 @@ pub(super) fn nonce() -> std::io::Result<[u8; NONCE_BYTES]> {
 }
 
 impl This {
-    /// A keyed hash that only a rank of this meeting can compute. Hashed twice, so that nothing can be appended.
+    /// Returns a keyed hash that only a rank of this meeting can compute. Hashed twice, so that nothing can be
+    /// appended.
     fn proof(
         &self,
         role: &[u8],

@@ -1,15 +1,16 @@
-//! Many small numbers in few bytes: a base that is subtracted from all of them, and the remainders in runs and
+//! Encodes many small numbers in few bytes: a base that is subtracted from all of them, and the remainders in runs and
 //! bit-packed groups, as in Parquet ("Run Length Encoding / Bit-Packing Hybrid").
 //!
-//! The base as a varint; one byte, the width in bits of the largest rest; then pieces, each with a varint before it. An
-//! even one is twice the length of a run, and the rest that is repeated follows in as few whole bytes as the width
-//! takes, little-endian. An odd one is twice a number of groups, plus one: each is 8 rests of the width in bits, the
-//! first in the lowest bits; behind the last number the last group has zeros. Without a width there are only runs.
+//! The base comes first, as a varint; then one byte, the width in bits of the largest remainder; then pieces, each
+//! after a varint. An even varint is twice the length of a run: the repeated remainder follows, in as few whole bytes
+//! as the width takes, little-endian. An odd one is twice a number of groups, plus one: each group is 8 remainders of
+//! the width in bits, the first in the lowest bits, and the last group is filled with zeros. At width 0 there are only
+//! runs.
 
-/// Numbers in a group.
+/// Number of remainders in a group.
 const GROUP: usize = 8;
 
-/// A shorter run among others costs more than it saves.
+/// Shortest run among groups: a shorter one costs more than it saves.
 const RUN_MIN: usize = 16;
 
 pub(super) fn encode(numbers: &[u32]) -> Vec<u8> {
@@ -36,10 +37,10 @@ pub(super) fn encode(numbers: &[u32]) -> Vec<u8> {
     bytes
 }
 
-/// The `count` numbers of these bytes, whose memory the caller has found acceptable.
+/// Decodes `count` numbers, whose memory the caller has found acceptable.
 ///
 /// # Errors
-/// Why they are no such numbers.
+/// A message that says what is invalid.
 pub(super) fn decode(mut bytes: &[u8], count: usize) -> Result<Vec<u32>, String> {
     let mut numbers = Vec::new();
     if count == 0 && bytes.is_empty() {
@@ -100,7 +101,7 @@ fn put_groups(bytes: &mut Vec<u8>, rests: &[u32], width: u32) {
     }
 }
 
-/// The `index`-th rest of a group.
+/// Returns the `index`-th remainder of a group.
 fn unpacked(group: &[u8], index: usize, width: u32) -> u64 {
     (0..width).fold(0, |rest, bit| {
         let at = index * width as usize + bit as usize;
@@ -125,11 +126,11 @@ fn take_varint(bytes: &mut &[u8]) -> Result<u64, String> {
             return Ok(value);
         }
     }
-    Err("a number without an end".to_owned())
+    Err("an unterminated number".to_owned())
 }
 
 fn take<'a>(bytes: &mut &'a [u8], count: usize) -> Result<&'a [u8], String> {
-    let (taken, rest) = bytes.split_at_checked(count).ok_or_else(|| "numbers that were cut short".to_owned())?;
+    let (taken, rest) = bytes.split_at_checked(count).ok_or_else(|| "truncated numbers".to_owned())?;
     *bytes = rest;
     Ok(taken)
 }
@@ -160,10 +161,10 @@ mod tests {
     #[test]
     fn what_is_not_that_many_numbers_is_refused_in_words() {
         for (bytes, count, told) in [
-            (&[][..], 1, "numbers that were cut short"),
-            (&[0], 1, "numbers that were cut short"),
+            (&[][..], 1, "truncated numbers"),
+            (&[0], 1, "truncated numbers"),
             (&[0, 33], 1, "numbers of 33 bits, the most is 32"),
-            (&[0x80; 11], 1, "a number without an end"),
+            (&[0x80; 11], 1, "an unterminated number"),
             (&[0, 1, 4, 1], 1, "a run of 2 where 1 numbers are left"),
             (&[0, 1, 0], 1, "a run of 0 where 1 numbers are left"),
             (&[0, 1, 5, 0, 0], 8, "2 groups of 1 bits where 8 numbers are left"),
@@ -173,7 +174,7 @@ mod tests {
                 8,
                 "groups of 0 bits where 8 numbers are left",
             ),
-            (&[0, 8, 3, 1, 2], 8, "numbers that were cut short"),
+            (&[0, 8, 3, 1, 2], 8, "truncated numbers"),
             (&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 0, 2], 1, "a number beyond 32 bits"),
             (&[0, 0, 2, 9], 1, "1 bytes behind 1 numbers"),
         ] {

@@ -1,4 +1,4 @@
-//! TLS: who has no certificate of the job's authority is not talked to, and is told which file to look at.
+//! Tests TLS: a rank without a certificate of the job's authority is refused, with the file to look at.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ impl Authority {
         Authority { issuer, file }
     }
 
-    /// The files of a certificate for that name, and of its key.
+    /// Returns the files of a certificate for that name, and of its key.
     fn sign(&self, directory: &Path, name: &str) -> [PathBuf; 2] {
         let key = KeyPair::generate().unwrap();
         let certificate = CertificateParams::new(vec![name.to_owned()]).unwrap().signed_by(&key, &self.issuer).unwrap();
@@ -94,7 +94,7 @@ fn whoever_shows_no_certificate_of_the_authority_is_refused_and_told_why() {
     // Rank 0's authority does not know it.
     let message = error(Some(&read(&their_files, &ours)), &address);
     assert!(names(&message, &their_files[0]) && names(&message, &ours.file), "{message}");
-    // A certificate for another name is nobody's.
+    // A certificate for another name is refused.
     let stranger = read(&ours.sign(directory.path(), "elsewhere"), &ours);
     let (_stranger, elsewhere) = serve(Some(&stranger));
     let message = error(Some(&our_tls), &elsewhere);

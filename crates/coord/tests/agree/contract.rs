@@ -1,4 +1,4 @@
-//! What every kind of coordinator must do.
+//! Tests the contract that every kind of coordinator must keep.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
@@ -10,7 +10,8 @@ use shardfast_coord::{Coord, Error, Failure, PAYLOAD_BYTES_MAX, local, local_tre
 
 use crate::{HOST, LONG, connected, each, everyone, promptly, star, tree};
 
-/// Every check, for ranks that are threads and for ranks that are connected, all below rank 0 and below each other.
+/// Runs every check, for ranks that are threads and for ranks that are connected, all below rank 0 and below each
+/// other.
 macro_rules! contract {
     ($($check:ident($world:expr);)*) => {
         mod threads {
@@ -155,7 +156,7 @@ fn a_rank_that_stays_away_is_named_at_the_deadline(ranks: Vec<Arc<dyn Coord>>) {
         let errors = promptly(|| each(&here, |coord| everyone(coord, &topic, deadline).unwrap_err()));
         assert!(missing(&errors[0]), "{}", errors[0]);
         assert_eq!(errors, vec![errors[0].clone(); 3]);
-        // It comes too late and is told the same, without waiting for anybody.
+        // It comes too late and gets the same error, without waiting for other ranks.
         assert_eq!(promptly(|| everyone(&*late, &topic, LONG)), Err(errors[0].clone()));
     }
     let together = each(&ranks, |coord| everyone(coord, "without 2", LONG));

@@ -1,4 +1,4 @@
-//! A cable that is pulled: ranks in network namespaces of their own, whose link goes down in the middle of a round.
+//! Tests a pulled cable: ranks in network namespaces of their own, whose link goes down in the middle of a round.
 
 use std::process::{Command, Stdio};
 use std::thread;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::job::{Job, Site, WORLD};
 
 const DEADLINE: Duration = Duration::from_secs(3);
-/// What ranks may need beyond the deadline, on a busy machine.
+/// Time that ranks may need beyond the deadline, on a busy machine.
 const SLACK: Duration = Duration::from_millis(1500);
 
 fn run(line: &str) -> bool {
@@ -24,7 +24,7 @@ struct Network {
 }
 
 impl Network {
-    /// The `number`-th of this process; none where that is not permitted.
+    /// Makes the `number`-th namespace of this process; `None` if that is not permitted.
     fn new(number: u32) -> Option<Network> {
         let id = std::process::id() % 16384 * 4 + number;
         let name = format!("sf{id}");
@@ -56,7 +56,7 @@ impl Drop for Network {
     }
 }
 
-/// What is beyond the cable: rank 4 with all below it, or alone, so that it is cut off from those below it as well.
+/// Tests a cut cable with rank 4 beyond it: with all ranks below it, or alone, so that it is cut off from those, too.
 fn ranks_beyond_a_cut(number: u32, beyond: std::ops::Range<u32>) {
     let Some(network) = Network::new(number) else {
         println!("skipped: network namespaces cannot be made here (they need root, and `ip` of iproute2)");
@@ -66,7 +66,7 @@ fn ranks_beyond_a_cut(number: u32, beyond: std::ops::Range<u32>) {
     let site = |rank| if is_beyond(rank) { network.there.clone() } else { network.here.clone() };
     let mut job = Job::start(site);
     job.agrees("linked");
-    // Rank 7 is late, so that nobody knows what rank 4 and those below it did.
+    // Rank 7 is late, so that no other rank knows the state of rank 4 and those below it.
     job.all_come(&[7], "plan", DEADLINE);
     thread::sleep(Duration::from_millis(500));
     network.cut();

@@ -1,4 +1,4 @@
-//! A job of real processes: the test binary runs itself again for each rank, and tells it what to do line by line.
+//! Runs a job of real processes: the test binary runs itself again for each rank, and sends it commands line by line.
 
 use std::env;
 use std::io::{self, BufRead, BufReader, Write};
@@ -14,15 +14,15 @@ use shardfast_coord::grpc::{Membership, Place};
 use crate::{HOST, LONG, membership, tree};
 
 const ROLE: &str = "SHARDFAST_TEST_ROLE";
-/// Begins the lines that a child tells its parent, among those of the test runner.
+/// Prefix of the lines that a child sends its parent, among those of the test runner.
 const MARK: &str = "told: ";
 
 pub(crate) const WORLD: u32 = 8;
 
-/// Where a process runs.
+/// Host and network namespace of a process.
 #[derive(Clone, Debug)]
 pub(crate) struct Site {
-    /// Of the network; none for the one that the test runs in.
+    /// Network namespace; `None` for the one that the test runs in.
     pub(crate) namespace: Option<String>,
     pub(crate) host: String,
 }
@@ -39,7 +39,7 @@ pub(crate) struct Process {
     output: BufReader<ChildStdout>,
 }
 
-/// What a rank was told of a round, and how long after it had come.
+/// Outcome of a round at a rank, and the time since the rank contributed.
 #[derive(Debug)]
 pub(crate) struct Heard {
     pub(crate) after: Duration,
@@ -47,7 +47,7 @@ pub(crate) struct Heard {
 }
 
 impl Heard {
-    /// Whether `missing` did not come, `silent` of them because it does not answer.
+    /// Returns whether `missing` did not contribute, of which `silent` does not answer pings.
     pub(crate) fn misses(&self, missing: &str, silent: u32) -> bool {
         let begins = format!("agreement on \"plan\" failed: {missing} did not contribute within ");
         self.what.starts_with(&begins) && self.what.ends_with(&format!("; rank {silent} does not answer"))
@@ -71,7 +71,7 @@ impl Process {
         Process { child, input, output }
     }
 
-    /// The next thing that the child tells.
+    /// Returns the next line that the child sends.
     pub(crate) fn hear(&mut self) -> String {
         let mut line = String::new();
         while self.output.read_line(&mut line).unwrap() > 0 {
@@ -89,7 +89,7 @@ impl Process {
         Heard { after: Duration::from_millis(after.parse().unwrap()), what: what.to_owned() }
     }
 
-    /// Comes to that round.
+    /// Makes the rank contribute to that round.
     pub(crate) fn come(&mut self, topic: &str, deadline: Duration) {
         self.say(&format!("{topic} {}", deadline.as_millis()));
     }
@@ -103,7 +103,7 @@ impl Process {
         self.child.wait().unwrap();
     }
 
-    /// Sends it that signal.
+    /// Sends the rank that signal.
     pub(crate) fn signal(&self, name: &str) {
         let sent = Command::new("kill").args([&format!("-{name}"), &self.child.id().to_string()]).status();
         assert!(sent.unwrap().success());
@@ -122,7 +122,7 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// Has them all join.
+    /// Makes all of them join.
     pub(crate) fn start(site: impl Fn(u32) -> Site) -> Job {
         let (root, address) = root(&site(0));
         let others = (1..WORLD).map(|rank| Process::start(&format!("join {rank} {address}"), &site(rank)));
@@ -131,20 +131,20 @@ impl Job {
         Job { ranks }
     }
 
-    /// All come to that round, but for these.
+    /// Makes all contribute to that round, except these.
     pub(crate) fn all_come(&mut self, but: &[u32], topic: &str, deadline: Duration) {
         let ranks = self.ranks.iter_mut().zip(0..).filter(|(_, rank)| !but.contains(rank));
         ranks.for_each(|(process, _)| process.come(topic, deadline));
     }
 
-    /// Rank 0 decides on "plan" only now.
+    /// Lets rank 0 decide on "plan" only now.
     pub(crate) fn let_decide(&mut self) {
         assert_eq!(self.ranks[0].hear(), "deciding");
         self.ranks[0].say("decide 0");
     }
 
-    /// A rank that stood still hears of its round. Rank 0 may decide it yet, if it finds everybody's part before it
-    /// finds that they no longer wait.
+    /// Checks that a rank that was stopped gets the outcome of its round. Rank 0 may still decide it, if it receives
+    /// all parts before it finds that their ranks no longer wait.
     pub(crate) fn comes_back(&mut self, rank: u32) {
         let process = &mut self.ranks[rank as usize];
         if process.hear() == "deciding" {
@@ -153,7 +153,7 @@ impl Job {
         }
     }
 
-    /// That everybody agrees on something.
+    /// Checks that all ranks can agree.
     pub(crate) fn agrees(&mut self, topic: &str) {
         self.all_come(&[], topic, LONG);
         for (rank, process) in self.ranks.iter_mut().enumerate() {
@@ -162,12 +162,12 @@ impl Job {
     }
 }
 
-/// What all hear who hear of a decision.
+/// Returns the answer of a decided round.
 pub(crate) fn answer() -> String {
     format!("answer {:?}", (0..WORLD as u8).collect::<Vec<_>>())
 }
 
-/// Rank 0 and its address.
+/// Returns rank 0 and its address.
 pub(crate) fn root(site: &Site) -> (Process, String) {
     let mut root = Process::start("root", site);
     let address = root.hear();
@@ -178,9 +178,9 @@ fn tell(text: &str) {
     println!("{MARK}{text}");
 }
 
-/// Not a test by itself: what the processes that the tests start do. Roles: `root`, `join RANK ADDRESS`,
-/// `open RANK ADDRESS` (never joins); each with the host of the process. Then, line by line, `TOPIC MILLISECONDS`: come
-/// to that round; rank 0 decides on "plan" when it is told `decide`.
+/// Runs the processes that the tests start; not a test by itself. Roles: `root`, `join RANK ADDRESS`, `open RANK
+/// ADDRESS` (never joins); each with the host of the process. Then, line by line, `TOPIC MILLISECONDS`: contribute to
+/// that round; rank 0 decides on "plan" when it reads `decide`.
 #[test]
 fn child() {
     let Ok(role) = env::var(ROLE) else { return };

@@ -1,4 +1,4 @@
-//! Who is let in, and who is refused in which words.
+//! Tests which processes may join, and the errors of those that are refused.
 
 use std::io::{ErrorKind, Read};
 use std::net::{TcpListener, TcpStream};
@@ -22,7 +22,7 @@ fn refusal(membership: Membership, parent: &str) -> String {
     }
 }
 
-/// Rank 0 with its address.
+/// Returns rank 0 with its address.
 fn serve(topology: Topology) -> (Arc<dyn Coord>, String) {
     let place = Place::open(membership(topology, 0), 0).unwrap();
     let address = place.address().unwrap().to_owned();
@@ -128,7 +128,7 @@ fn children_wait_for_a_parent_that_has_not_joined() {
     assert_eq!(message, told);
 
     thread::scope(|threads| {
-        // Whoever gave up may come again.
+        // A rank that gave up may try again.
         let leaf = threads.spawn(|| join(membership(topology, 3), &below).unwrap());
         thread::sleep(Duration::from_millis(100));
         let inner = inner.join(Some(&address), LONG).unwrap();
@@ -249,7 +249,7 @@ fn a_root_may_be_opened_and_dropped_by_a_program_that_has_a_runtime() {
     });
 }
 
-/// Connections that say nothing are few, whatever their number, and do not last; ranks come in between them.
+/// Tests that silent connections are few, whatever their number, and do not last, while ranks can still join.
 #[test]
 fn silent_strangers_are_few_and_do_not_last() {
     const STRANGERS: usize = 300;

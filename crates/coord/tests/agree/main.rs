@@ -1,4 +1,4 @@
-//! Agreement as a caller sees it: one contract for all kinds of ranks, what rank 0 refuses, and processes that die.
+//! Tests agreement from outside: one contract for all kinds of ranks, refusals of rank 0, and processes that die.
 
 mod certificates;
 mod contract;
@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use shardfast_coord::grpc::{Membership, Place};
 use shardfast_coord::{Coord, Error, Topology};
 
-/// Of rounds that end sooner for another reason.
+/// Deadline of rounds that end sooner for another reason.
 const LONG: Duration = Duration::from_secs(60);
-/// What counts as at once, on a busy machine.
+/// Time that counts as at once, on a busy machine.
 const PROMPT: Duration = Duration::from_secs(5);
 
 const HOST: &str = "127.0.0.1";
@@ -25,12 +25,12 @@ const TOKEN: &str = "0123456789abcdef";
 
 type Answer = Result<Vec<u8>, Error>;
 
-/// Every other rank directly below rank 0.
+/// Places every other rank directly below rank 0.
 fn star(world: u32) -> Topology {
     Topology::new(world, 1, 64).unwrap()
 }
 
-/// As deep as can be.
+/// Makes the tree as deep as possible.
 fn tree(world: u32) -> Topology {
     Topology::new(world, 1, 2).unwrap()
 }
@@ -39,7 +39,7 @@ fn membership(topology: Topology, rank: u32) -> Membership {
     Membership { host: HOST.to_owned(), rank, topology, token: TOKEN.to_owned(), tls: None }
 }
 
-/// All ranks of a world, each with connections of its own.
+/// Returns all ranks of a world, each with connections of its own.
 fn connected(topology: Topology) -> Vec<Arc<dyn Coord>> {
     let mut addresses = Vec::new();
     let ranks = (0..topology.world()).map(|rank| {
@@ -51,7 +51,7 @@ fn connected(topology: Topology) -> Vec<Arc<dyn Coord>> {
     ranks.collect()
 }
 
-/// Runs `act` for every rank at once, and gives what came of it in the order of the ranks.
+/// Runs `act` for every rank at once, and returns the results in the order of the ranks.
 fn each<T: Send>(ranks: &[Arc<dyn Coord>], act: impl Fn(&dyn Coord) -> T + Sync) -> Vec<T> {
     thread::scope(|threads| {
         let running: Vec<_> = ranks.iter().map(|rank| threads.spawn(|| act(&**rank))).collect();
@@ -59,7 +59,7 @@ fn each<T: Send>(ranks: &[Arc<dyn Coord>], act: impl Fn(&dyn Coord) -> T + Sync)
     })
 }
 
-/// Everybody tells its rank, everybody gets what all told.
+/// Contributes each rank, and answers each with all of them.
 fn everyone(coord: &dyn Coord, topic: &str, deadline: Duration) -> Answer {
     let mut decide = |parts: Vec<Vec<u8>>| Ok(vec![parts.concat(); parts.len()]);
     coord.agree(topic, Ok(vec![coord.rank() as u8]), &mut decide, deadline)

@@ -1,4 +1,4 @@
-//! Ranks with connections of their own: rounds of messages, strangers, peers that are gone or silent.
+//! Tests ranks with connections of their own: rounds of messages, connections without a proof, lost or silent peers.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -14,7 +14,7 @@ use crate::{LONG, promptly};
 
 const BYTES_MAX: u64 = 1 << 26;
 
-/// Every rank, joined with all others.
+/// Connects every rank with all others.
 fn joined(coords: &[Arc<dyn Coord>], purpose: &str, deadline: Duration) -> Vec<Peers> {
     let mut joining: Vec<Joining> =
         coords.iter().map(|coord| Joining::listen(&**coord, purpose, None).unwrap()).collect();
@@ -63,7 +63,7 @@ fn each_gets_what_each_other_one_sent() {
     });
 }
 
-/// Rank 0 and rank 1, connected, with what each of them was handed; `cut` alters where rank 0 says that it is.
+/// Connects rank 0 and rank 1, and returns the offers that each received; `cut` alters the address of rank 0.
 fn pair(offered: [Option<std::fs::File>; 2], cut: fn(&str) -> &str) -> Vec<(Vec<String>, Peers)> {
     let coords = local(2);
     let offered = offered.map(|file| file.map(|file| Arc::new(file.into())));
@@ -110,7 +110,7 @@ fn ranks_of_one_machine_hand_each_other_descriptors() {
     // On another machine there is no such socket: messages travel all the same.
     let ranks = pair([file("of zero"), file("of one")], |address| address.split(' ').next().unwrap());
     assert_eq!(handed(&ranks), ["", ""]);
-    // A name that nobody has there, one digit short.
+    // A name of no socket there, one digit short.
     let other = pair([file("of zero"), file("of one")], |address| &address[..address.len() - 1]);
     assert_eq!(handed(&other), ["", ""]);
     for ranks in [ranks, other] {

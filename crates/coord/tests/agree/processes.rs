@@ -1,4 +1,5 @@
-//! Ranks that are real processes, in a tree, and die by SIGKILL or stand still by SIGSTOP in each phase of a round.
+//! Tests ranks that are real processes, in a tree, and die by SIGKILL or are stopped by SIGSTOP in each phase of a
+//! round.
 
 use std::thread;
 use std::time::Duration;
@@ -6,32 +7,32 @@ use std::time::Duration;
 use crate::job::{Job, Process, Site, WORLD, answer, root};
 use crate::{LONG, PROMPT};
 
-/// Of rounds that are to expire.
+/// Deadline of rounds that are to expire.
 const DEADLINE: Duration = Duration::from_secs(3);
-/// What ranks may need beyond the deadline, on a busy machine.
+/// Time that ranks may need beyond the deadline, on a busy machine.
 const SLACK: Duration = Duration::from_millis(1500);
-/// Until what is under way has arrived.
+/// Time until messages in flight have arrived.
 const SETTLED: Duration = Duration::from_millis(300);
 
-/// When it befalls a rank of a round of "plan".
+/// Phase of a round of "plan" in which a rank is struck.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Phase {
-    /// Before it came.
+    /// Before its contribution.
     Before,
-    /// It has come and waits for a rank below it.
+    /// Waiting, after its contribution, for a rank below it.
     Waiting,
-    /// It has passed on the part of its subtree; other ranks have not come.
+    /// Waiting for other ranks, after it reported its subtree.
     Reported,
-    /// Rank 0 decides.
+    /// While rank 0 decides.
     Deciding,
 }
 
 const PHASES: [Phase; 4] = [Phase::Before, Phase::Waiting, Phase::Reported, Phase::Deciding];
 
-/// With 5, and 6 above 7, below it. Ranks 1 to 3 are the other half.
+/// An inner rank: 5, and 6 above 7, are below it. Ranks 1 to 3 are the other half.
 const INNER: u32 = 4;
 
-/// Brings a new job to that phase, and gives whoever is late to the round.
+/// Brings a new job to that phase; returns it with the ranks that are late to the round.
 fn brought_to(phase: Phase, struck: u32, deadline: Duration) -> (Job, Vec<u32>) {
     let mut job = Job::start(|_| Site::here());
     let late = match phase {
@@ -54,7 +55,7 @@ fn gone(rank: u32) -> String {
     format!("rank {rank} is lost: its process ended or cannot be reached")
 }
 
-/// All cases at once: they mostly wait.
+/// Runs all cases at once: they mostly wait.
 fn each_case(struck: &[(u32, &[Phase])], run: impl Fn(u32, Phase) + Sync) {
     thread::scope(|cases| {
         for &(rank, phases) in struck {
@@ -75,7 +76,7 @@ fn a_rank_that_stands_still_is_named_to_every_other_rank_by_the_deadline() {
         late.iter().for_each(|&rank| job.ranks[rank as usize].come("plan", DEADLINE));
         let is_complete = phase == Phase::Reported || phase == Phase::Deciding;
         if is_complete && struck != 0 {
-            // Those below it are told although rank 0 takes its time.
+            // Ranks below it get the error although rank 0 takes its time.
             thread::sleep(DEADLINE);
             job.let_decide();
         }

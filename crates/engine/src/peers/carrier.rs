@@ -13,11 +13,10 @@ pub type Message = Vec<Arc<Vec<u8>>>;
 
 /// Swaps messages between ranks, one round at a time.
 pub trait Carrier: Send {
-    /// Sends each rank its message and returns what each of them sent. A rank without a message takes part in no later
-    /// round.
+    /// Sends each rank its message and returns theirs. A rank without a message takes part in no later round.
     ///
     /// # Errors
-    /// Names the rank that was lost or sent nothing in time.
+    /// An error that names the rank that was lost or sent nothing in time.
     fn swap(&mut self, messages: BTreeMap<u32, Message>) -> Result<BTreeMap<u32, Vec<u8>>>;
 }
 

@@ -1,14 +1,14 @@
-//! Reads shared between ranks: one of the ranks that want a block reads and verifies it, and passes it on while it
+//! Shares reads between ranks: one of the ranks that want a block reads and verifies it, and passes it on while it
 //! reads the next ones.
 //!
 //! Rounds go in lockstep between any two ranks with a block in common. In each a rank reads some of its chunks, takes
-//! what it wants of them, packs what others want, and swaps one message with each of them. Bytes for a rank of the same
+//! its own pieces of them, packs those of others, and swaps one message with each of them. Bytes for a rank of the same
 //! machine are packed into shared memory, from which it copies them; bytes for other ranks are sent in the messages.
 //! Threads work across rounds: while a round is swapped, the next ones are read and earlier ones are copied to their
 //! destinations.
 //!
-//! A slot of shared memory is in use until all its readers have said in a later message that they are done. Before a
-//! rank sends its message of round *k* it is done with all that came up to round *k - 2*; so a rank with slots for four
+//! A slot of shared memory is in use until all its readers have reported in a later message that they are done. Before
+//! a rank sends its message of round *k* it is done with everything up to round *k - 2*; so a rank with slots for four
 //! rounds never deadlocks.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -48,7 +48,7 @@ const ROUNDS_AHEAD: usize = 2;
 /// Requests that are announced before they are made, when there are no rounds.
 const ANNOUNCED: usize = 32;
 
-/// Where the pieces of one segment begin in a slot: at a cache line.
+/// Alignment of a segment's pieces in a slot: a cache line.
 const SHOWN_ALIGNMENT: usize = 64;
 
 /// A shared load of one rank.
@@ -57,7 +57,7 @@ pub(crate) struct Shared<'a> {
     pub(crate) manifest: &'a Manifest,
     pub(crate) staging: &'a Arc<Staging>,
     pub(crate) sharing: &'a Sharing,
-    /// Where each of this rank's wants goes, by the index that [`Piece::want`] has.
+    /// Destinations of this rank's wants, by the index that [`Piece::want`] has.
     pub(crate) sinks: Vec<Vec<&'a Sink>>,
     /// The most bytes of a message, but for its last segment.
     pub(crate) link_bytes: u64,
@@ -67,15 +67,15 @@ pub(crate) struct Shared<'a> {
 /// Ranks that map each other's memory.
 #[derive(Default)]
 pub(crate) struct Neighbours {
-    /// This rank's.
+    /// Window of this rank.
     pub(crate) window: Option<Arc<Window>>,
     /// The ranks that map it.
     pub(crate) viewers: BTreeSet<u32>,
-    /// What this rank maps of others.
+    /// Windows of other ranks that this rank maps.
     pub(crate) views: BTreeMap<u32, View>,
 }
 
-/// How a shared load ended on this rank.
+/// Outcome of a shared load on this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Ended {
     /// This rank has everything that it wants.
@@ -84,7 +84,7 @@ pub(crate) enum Ended {
     Stopped,
 }
 
-/// Why a shared load failed.
+/// Failure of a shared load.
 #[derive(Debug)]
 pub(crate) enum Trouble {
     /// This rank failed.
@@ -111,9 +111,9 @@ struct Counters {
 }
 
 enum Work {
-    /// For a round, by its number.
+    /// Read for a round, by its number.
     Read(u64, Request),
-    /// Of what came in a round.
+    /// Copying a segment of a round to its destinations.
     Place(u64, Segment),
 }
 
@@ -128,7 +128,7 @@ type Lent = (WindowSlot, BTreeMap<u32, u64>);
 /// A segment, and the ranks that it is sent to.
 type Packed = (Vec<u32>, Arc<Vec<u8>>);
 
-/// What is sent to each peer in a round.
+/// Messages to the peers in a round.
 #[derive(Default)]
 struct Outgoing {
     messages: BTreeMap<u32, Message>,
@@ -176,7 +176,7 @@ impl Shared<'_> {
         Ok((ended, traffic))
     }
 
-    /// Makes a request, verifies what came, takes this rank's pieces and packs the others'.
+    /// Makes a request, verifies the bytes, takes this rank's pieces and packs the others'.
     fn read(&self, round: u64, request: Request, counters: &Counters) -> Result<Worked> {
         let Request { span: Span { file, .. }, tasks } = request;
         let ranges: Vec<Range<u64>> = tasks.iter().map(|task| self.range(&task.chunk)).collect();
@@ -222,7 +222,7 @@ impl Shared<'_> {
         Ok(packed)
     }
 
-    /// Packs what others take of a chunk: into the slot if they map it and there is room, else into their messages.
+    /// Packs the others' pieces of a chunk: into the slot if they map it and there is room, else into their messages.
     fn packed<'m>(
         &self,
         chunk: &Chunk,
@@ -322,13 +322,13 @@ struct Course<'s, 'scope, 'env> {
     shared: &'s Shared<'s>,
     pool: Pool<'scope, 'env, Work, Worked>,
     counters: &'s Counters,
-    /// What this rank reads for others.
+    /// Chunks that this rank reads for others.
     chunks: Peekable<Box<dyn Iterator<Item = Chunk> + 's>>,
     /// Rounds that were swapped.
     round: u64,
     /// The next rounds that are being prepared.
     ahead: VecDeque<Outgoing>,
-    /// Whether they, and earlier rounds, hold all that this rank reads for others.
+    /// `true` if they, and earlier rounds, hold all that this rank reads for others.
     is_planned: bool,
     /// The ranks that expect another message.
     open: BTreeSet<u32>,
@@ -412,7 +412,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         window.min(needs.in_flight * slots_in_request(needs))
     }
 
-    /// What this rank reads in the next round, and whether it is the last of it.
+    /// Returns the requests of the next round, and whether it is the last one.
     fn next_requests(&mut self) -> (Vec<Request>, bool) {
         let shared = self.shared;
         let Shared { sharing, link_bytes, neighbours, .. } = shared;
@@ -447,7 +447,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         (requests, self.chunks.peek().is_none())
     }
 
-    /// The messages of a round, with their heads.
+    /// Returns the messages of a round, with their heads.
     fn addressed(&mut self, mut segments: BTreeMap<u32, Message>, is_last: bool) -> BTreeMap<u32, Message> {
         let mut messages = BTreeMap::new();
         for &peer in &self.open {
@@ -461,8 +461,8 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         messages
     }
 
-    /// Takes what came in a round, of which this rank's messages were the last ones with segments or not. Returns
-    /// whether another rank failed.
+    /// Processes the messages of a round, of which this rank's messages were the last ones with segments or not.
+    /// Returns whether another rank failed.
     fn take(&mut self, received: BTreeMap<u32, Vec<u8>>, sent_last: bool) -> Result<bool> {
         let place = self.shared.files.place();
         if let Some(silent) = self.open.iter().find(|&peer| !received.contains_key(peer)) {
@@ -515,7 +515,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         Ok(())
     }
 
-    /// Whether a segment that came two rounds ago or earlier is not copied yet.
+    /// Returns whether a segment of two rounds ago or earlier is not copied yet.
     fn is_behind(&self) -> bool {
         self.unplaced.keys().next().is_some_and(|&round| round < self.round)
     }
@@ -561,7 +561,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         Ok(())
     }
 
-    /// Reads what only this rank wants, after the rounds.
+    /// Reads the chunks that only this rank wants, after the rounds.
     fn rest(&mut self) -> Result<()> {
         let mut requests = Vec::new();
         for chunk in self.shared.sharing.chunks().filter(|chunk| chunk.wanters.len() == 1) {
@@ -575,7 +575,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         self.finish()
     }
 
-    /// Begins to read what no round carries.
+    /// Begins to read a chunk that no round carries.
     fn read_alone(&mut self, request: Request) -> Result<()> {
         while self.pool.unfinished() >= ANNOUNCED {
             self.settle()?;

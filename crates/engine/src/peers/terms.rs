@@ -1,4 +1,4 @@
-//! Whether ranks share the reads of a load, and on which terms: decided once, by rank 0, for all.
+//! Decides whether ranks share the reads of a load, and on which terms: once, by rank 0, for all.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use crate::reads::{ValueRef, data_bytes};
 /// The most wants of others in the answers to all ranks together; each takes about 20 bytes.
 const OTHERS_MAX: usize = 16 << 20;
 
-/// In one round and with one peer, about as much as fills the network.
+/// Bytes of one round with one peer, about as many as fill the network.
 const LINK_BYTES: u64 = 4 << 20;
 
 /// The least number of peers by which a round's bytes are divided: two ranks alone need no larger rounds.
@@ -36,7 +36,7 @@ pub(crate) const EXCHANGE_PART: u64 = 16;
 /// Descriptors that are left for data files and everything else in the process.
 const DESCRIPTORS_KEPT: u64 = 512;
 
-/// How long ranks wait for connections before they ask whether all are still there.
+/// Time for which ranks wait for connections before they ask whether all are still there.
 const JOINING: Duration = Duration::from_secs(1);
 
 /// The bytes that each rank must, on average, have in common with another one before connections are worth their cost.
@@ -46,9 +46,9 @@ pub(crate) const REPEATED_BYTES_MIN: u64 = 32 << 20;
 /// A rank's message at the beginning of a load.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Opening {
-    /// Wanted, of tensors.
+    /// Bytes of tensors that the rank wants.
     pub(crate) bytes: u64,
-    /// What is wanted, sorted, none twice; empty if nothing is to be shared.
+    /// Wants, sorted, none twice; empty if nothing is to be shared.
     pub(crate) wants: Vec<Wanted>,
     /// The most bytes of one round's messages in one direction.
     pub(crate) exchange_bytes: u64,
@@ -59,29 +59,30 @@ pub(crate) struct Opening {
 /// Rank 0's answer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Opened {
-    /// Whether other ranks of this machine read the same bytes, each for itself.
+    /// `true` if other ranks of this machine read the same bytes, each for itself.
     pub(crate) shared_on_host: bool,
-    /// On every rank, or on none.
+    /// Terms of sharing, on every rank or on none.
     pub(crate) sharing: Option<Terms>,
 }
 
-/// How ranks share.
+/// Terms on which ranks share.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Terms {
-    /// What this rank has in common with others.
+    /// Wants that this rank has in common with others.
     pub(crate) common: Common,
     /// This and the next one as for [`shardfast_plan::Sharing::new`].
     pub(crate) chunk_blocks: u32,
     pub(crate) run_bytes: u64,
     /// The most bytes that one rank sends another one in a round.
     pub(crate) link_bytes: u64,
-    /// Longer than every message.
+    /// Bound above the length of every message, in bytes.
     pub(crate) message_bytes_max: u64,
-    /// Whether ranks that need no storage for it read for themselves after all.
+    /// `true` if ranks that need no storage for it may read for themselves after all.
     pub(crate) may_decline: bool,
 }
 
-/// What a load wants, in terms of the manifest, sorted, each once with its indices among the wants and then the values.
+/// Returns the wants of a load, in terms of the manifest, sorted, each once with its indices among the wants and then
+/// the values.
 pub(crate) fn wanted(wants: &[Want], values: &[ValueRef]) -> Vec<(Wanted, Vec<usize>)> {
     let tensors = wants.iter().filter(|want| !want.region.is_empty());
     let tensors = tensors.map(|want| Wanted { leaf: want.leaf as u32, region: want.region.clone() });
@@ -94,7 +95,7 @@ pub(crate) fn wanted(wants: &[Want], values: &[ValueRef]) -> Vec<(Wanted, Vec<us
     places.into_iter().collect()
 }
 
-/// The number of ranks that this process can connect to.
+/// Returns the number of ranks that this process can connect to.
 pub fn links_max() -> u64 {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     limit.unwrap_or(u64::MAX).saturating_sub(DESCRIPTORS_KEPT)
@@ -147,7 +148,7 @@ pub(crate) fn decide(
 pub(crate) struct Connected {
     pub(crate) peers: Peers,
     pub(crate) neighbours: Neighbours,
-    /// Whether every rank maps the memory of all its peers, so that messages carry no data.
+    /// `true` if every rank maps the memory of all its peers, so that messages carry no data.
     pub(crate) is_in_memory: bool,
 }
 
@@ -165,11 +166,11 @@ struct Joined {
 struct Meeting {
     address: String,
     peers: Vec<u32>,
-    /// Whether most of what it wants lies in its machine's memory.
+    /// `true` if most of the rank's wants lie in its machine's page cache.
     is_cached: bool,
 }
 
-/// Connects with this rank's peers; every rank calls it. `None` on all ranks if all have most of what they want in
+/// Connects with this rank's peers; every rank calls it. Returns `None` on all ranks if all have most of their wants in
 /// their machines' memory: then each reads for itself, which is faster, and nothing is read from storage.
 pub(crate) fn connect(
     operation: &Operation,
@@ -218,7 +219,7 @@ pub(crate) fn connect(
     }
 }
 
-/// For each rank: its peers' addresses, unless all ranks have what they want in memory.
+/// Returns for each rank its peers' addresses, unless all ranks have their wants in memory.
 fn meet(ranks: &[Meeting]) -> Vec<Option<Vec<(u32, String)>>> {
     if ranks.iter().all(|rank| rank.is_cached) {
         return ranks.iter().map(|_| None).collect();
@@ -227,7 +228,8 @@ fn meet(ranks: &[Meeting]) -> Vec<Option<Vec<(u32, String)>>> {
     ranks.iter().map(|rank| Some(rank.peers.iter().filter_map(address).collect())).collect()
 }
 
-/// For each rank: missing connections, whether all ranks map all memory that they read, and which ranks map its window.
+/// Returns for each rank: missing connections, whether all ranks map all memory that they read, and which ranks map its
+/// window.
 fn joined_by_rank(ranks: &[Joined]) -> Vec<(usize, bool, Vec<u32>)> {
     let missing = ranks.iter().map(|rank| rank.missing).sum::<usize>();
     let is_in_memory = ranks.iter().all(|rank| rank.sees_all);

@@ -15,12 +15,12 @@ use super::values::expect_one_kind;
 /// The basis of a rank's writes.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Opening {
-    /// The plan that it remembers, since it holds what it held then.
+    /// The remembered plan, whose catalog is the same.
     Same { id: PlanId },
-    /// A plan of its own, with its claims.
+    /// The rank's local plan, with its claims.
     Local {
         claims: Vec<Claim>,
-        /// Whether it holds leaves whose replicas every save compares.
+        /// `true` if the rank holds leaves whose replicas every save compares.
         compares_always: bool,
     },
     /// Nothing: it waits for its orders.
@@ -44,14 +44,14 @@ pub(super) enum Answer {
 #[derive(Serialize, Deserialize)]
 pub(super) struct RankCatalog {
     pub(super) holdings: Holdings,
-    /// What it has begun to write.
+    /// Writes that the rank has begun.
     pub(super) writes: Option<Vec<Write>>,
     pub(super) makers: Vec<Maker>,
 }
 
 impl GlobalPlan {
-    /// Whether the rank follows this plan, or would if it remembered it. A rank that planned alone has another plan,
-    /// since its claims do not include what it alone holds.
+    /// Returns whether the rank follows this plan, or would if it remembered it. A rank that planned alone has another
+    /// plan, since its claims do not include parts that it alone holds.
     fn agrees(&self, rank: usize, opening: &Opening) -> bool {
         match (opening, &self.basis) {
             (Opening::Same { id }, _) => *id == self.id,
@@ -93,7 +93,7 @@ pub(super) fn decide(
     Ok(answers)
 }
 
-/// A plan of that number from the openings, completed from memory; `None` when they do not make one plan.
+/// Makes a plan of that number from the openings, completed from memory; returns `None` when they do not make one plan.
 fn renewed(
     number: PlanId,
     known: &[Arc<GlobalPlan>],
@@ -153,7 +153,7 @@ pub(super) fn decide_in_full(
     Ok(answers)
 }
 
-/// A plan of that number from these catalogs around the local plans.
+/// Makes a plan of that number from these catalogs around the local plans.
 fn planned(number: PlanId, ranks: Vec<RankCatalog>) -> Result<Arc<GlobalPlan>> {
     let (mut catalogs, mut unshared, mut all_rules, mut drafted) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (rank, RankCatalog { holdings: Holdings { catalog, rules }, writes, .. }) in ranks.into_iter().enumerate() {

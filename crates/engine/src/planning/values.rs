@@ -1,4 +1,4 @@
-//! Which rank writes which value: compared by their digests, while tensors are being written already.
+//! Assigns values to ranks by comparing their digests, while tensors are being written already.
 //!
 //! The first time ranks send the names and digests of their values. Values that were equal on several ranks form a
 //! *class* with all others that were equal on exactly these ranks: the lowest of them writes, and from then on 16 bytes
@@ -19,9 +19,9 @@ use crate::state::Maker;
 
 /// The values that one rank has to write.
 pub(crate) struct ValuePlan {
-    /// As indices of the rank's catalog.
+    /// Values that the rank writes, as indices of its catalog.
     pub(crate) mine: Vec<u32>,
-    /// On rank 0.
+    /// Values of all ranks, on rank 0.
     pub(crate) all: Option<Arc<GlobalValues>>,
 }
 
@@ -49,9 +49,9 @@ struct Held {
 
 #[derive(Serialize, Deserialize)]
 enum Verdict {
-    /// The values are no longer equal on the same ranks: each rank sends what it holds.
+    /// Values that are no longer equal on the same ranks: each rank must send all of its own.
     NeedAll,
-    /// As remembered.
+    /// The remembered values.
     Same,
     New(ValueClasses),
 }
@@ -120,7 +120,7 @@ impl ValueClasses {
     }
 }
 
-/// The verdicts, and, if new, what to remember under that number.
+/// Decides; returns the verdicts, and, if new, the state to remember under that number.
 fn decide(
     number: PlanId,
     said: Vec<Said>,

@@ -1,4 +1,5 @@
-//! What a save or a load cannot do: one clear error, the same on every rank, in bounded time, and nothing half-visible.
+//! Tests impossible saves and loads: one clear error, the same on every rank, in bounded time, and nothing
+//! half-visible.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
@@ -23,7 +24,7 @@ use crate::job::{Content, Job, LONG, Truth, Whole, alike, destination, outcomes}
 use crate::layout::{Dice, Layout};
 use crate::reshard::scratch;
 
-/// What counts as at once, on a busy machine.
+/// Time that counts as at once, on a busy machine.
 const PROMPT: Duration = Duration::from_secs(30);
 
 fn truth(seed: u64) -> Truth {
@@ -34,13 +35,13 @@ fn two_ranks() -> Job {
     Job::new(Layout::rows(2))
 }
 
-/// That a checkpoint at `url` is exactly that.
+/// Checks that a checkpoint at `url` is exactly that.
 fn expect_loads(url: &str, truth: &Truth) {
     let flaw = Job::new(Layout::rows(3)).compare(|engine| checkpoint::open(engine, url, LONG), truth, &mut Dice(1));
     assert_eq!(flaw, Ok(None), "{url}");
 }
 
-/// What opening a URL on two ranks fails with.
+/// Returns the errors of opening a URL on two ranks.
 fn open_error(url: &str) -> Error {
     let open = |engine: &Arc<Engine>| checkpoint::open(engine, url, LONG);
     two_ranks().compare(open, &truth(1), &mut Dice(1)).unwrap_err()
@@ -168,7 +169,7 @@ fn of_rival_saves_exactly_one_wins() {
     }
 }
 
-/// A store that stops before it publishes, until it is told to go on.
+/// A store that stops before it publishes, until the test lets it continue.
 struct Hesitant {
     store: Arc<dyn Store>,
     arrived: std::sync::mpsc::SyncSender<()>,
@@ -232,7 +233,7 @@ impl Store for Hesitant {
     }
 }
 
-/// The one file whose name does not tell attempts apart is the winner's, whoever wrote it last.
+/// The one file whose name is the same in all attempts is the winner's, whichever attempt wrote it last.
 #[test]
 fn a_rival_that_loses_leaves_the_winners_index() {
     let url = "memory://bad_input/rivals";
@@ -291,7 +292,7 @@ fn object(name: &str) -> Leaf {
     Leaf { name: LeafName::new("model", name), body: LeafBody::Object { owner: Owner::Job }, layout: String::new() }
 }
 
-/// A state of the right number of bytes for its leaves.
+/// Makes a state of the right number of bytes for its leaves.
 fn state(leaves: Vec<Leaf>) -> State {
     let bytes = |leaf: &Leaf| -> Vec<Arc<dyn Provider>> {
         match &leaf.body {
@@ -307,7 +308,7 @@ fn state(leaves: Vec<Leaf>) -> State {
     State { catalog: Arc::new(Catalog { leaves }), providers, ..State::default() }
 }
 
-/// Saves a state per rank and gives what every rank failed with; nothing is visible then.
+/// Saves a state per rank and returns the error of every rank; checks that nothing is visible then.
 fn save_error(states: Vec<State>) -> Error {
     let dir = scratch();
     let url = dir.path().to_str().unwrap();
@@ -474,7 +475,7 @@ fn a_rank_that_never_comes_is_named_in_time() {
     expect_loads(url, &truth(2));
 }
 
-/// Where one rank is absent and another fails, its failure says what to do.
+/// Tests that the error names the remedy of a rank that fails while another is absent.
 #[test]
 fn the_kind_is_that_of_the_rank_that_spoke() {
     let job = Job::new(Layout::rows(3));
@@ -519,7 +520,7 @@ fn a_source_that_fails_fails_the_save_on_every_rank() {
     );
 }
 
-/// A want that does not fit on one rank is told to all before a byte is read anywhere.
+/// Tests that a want that does not fit on one rank fails on all before a byte is read anywhere.
 #[test]
 fn a_checkpoint_of_another_model_fills_nothing() {
     let url = "memory://bad_input/model";
@@ -545,7 +546,7 @@ fn a_checkpoint_of_another_model_fills_nothing() {
     assert!(error.message.contains("[1:5, 0:8]") && error.message.contains("[4, 8]"), "{error}");
 }
 
-/// What failed because the store could not be reached may be tried again with the same open checkpoint.
+/// Tests that a load that failed because the store could not be reached can be retried with the same open checkpoint.
 #[test]
 fn a_load_that_failed_for_the_moment_can_be_repeated() {
     let disk = SimDisk::new();
@@ -569,7 +570,7 @@ fn a_load_that_failed_for_the_moment_can_be_repeated() {
     assert_eq!(load(), Ok(weights(1).whole(&LeafName::new("model", "w")).bytes.clone()));
 }
 
-/// That two ranks' saves to `place` fail with a kind, and what was saved before is still there.
+/// Checks that two ranks' saves to `place` fail with a kind, and that the earlier checkpoint is still there.
 fn expect_save_fails(place: &Path, kind: Kind, word: &str) {
     let url = |step| place.join(step_dir(step)).to_str().unwrap().to_owned();
     let job = two_ranks();
@@ -628,7 +629,7 @@ fn a_read_only_store() {
     expect_save_fails(place, Kind::Invalid, "Read-only");
 }
 
-/// The same without the right to mount.
+/// Tests the same without the right to mount.
 #[test]
 fn disks_that_refuse() {
     for (call, errno, kind) in [
@@ -658,7 +659,7 @@ fn disks_that_refuse() {
     }
 }
 
-/// Where the tests' place for a process without rights is told to it.
+/// Variable with the tests' place for a process without rights.
 const PLACE: &str = "SHARDFAST_TEST_PLACE";
 
 #[test]
@@ -671,7 +672,7 @@ fn no_permission() {
     if !rustix::process::geteuid().is_root() {
         return expect_save_fails(&run, Kind::Invalid, "Permission denied");
     }
-    // To root nothing is forbidden: somebody else has to try.
+    // Root may do anything: another user has to try.
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "bad_input::no_permission_of_another_user"]).env(PLACE, &run).current_dir("/");
     match command.uid(65534).gid(65534).output() {
@@ -680,7 +681,7 @@ fn no_permission() {
     }
 }
 
-/// Not a test by itself: what the process of another user does.
+/// Runs as the process of another user; not a test by itself.
 #[test]
 fn no_permission_of_another_user() {
     if let Some(place) = std::env::var_os(PLACE) {

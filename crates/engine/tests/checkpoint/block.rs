@@ -1,16 +1,16 @@
-//! Strided memory with rubbish around its elements: what tensors look like to a save, and destinations to a load.
+//! Makes strided memory with rubbish around its elements, as tensors look to a save, and destinations to a load.
 
 use shardfast_engine::{Fences, Memory, Provider, Result, Sink, Strided};
 
 use crate::layout::Dice;
 
-/// What stands in memory wherever nothing was put.
+/// Byte in memory that nothing was written to.
 pub(crate) const RUBBISH: u8 = 0x5a;
 
 /// An n-d block of elements.
 pub(crate) struct Block {
     memory: Vec<u8>,
-    /// Where the first element lies.
+    /// Offset of the first element, in bytes.
     first: usize,
     lengths: Vec<u64>,
     strides_bytes: Vec<i64>,
@@ -77,7 +77,7 @@ impl Block {
         elements
     }
 
-    /// Whether nothing was written beside the elements.
+    /// Returns whether nothing was written beside the elements.
     pub(crate) fn surroundings_are_intact(&self) -> bool {
         let mut memory = self.memory.clone();
         for place in self.places() {
@@ -86,7 +86,7 @@ impl Block {
         memory.iter().all(|&byte| byte == RUBBISH)
     }
 
-    /// Where each element begins in memory, in row-major order.
+    /// Returns the offset of each element in memory, in row-major order.
     fn places(&self) -> impl Iterator<Item = usize> + '_ {
         let count = self.lengths.iter().product::<u64>();
         (0..count).map(|mut number| {

@@ -1,4 +1,4 @@
-//! What a save copies when, and that it commits nothing that nobody confirms.
+//! Tests what a save copies when, and that it commits nothing without a confirmation.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -236,7 +236,7 @@ fn a_save_commits_only_when_it_is_confirmed() {
     );
     assert_eq!(files_below(&url), 0);
 
-    // Nobody says anything.
+    // The caller on the other rank does not confirm.
     let (pendings, url) = begin(3, SHORT * 3);
     pendings[0].confirm_unmodified(Ok(()));
     let error = alike(outcomes(pendings)).unwrap_err();
@@ -305,7 +305,7 @@ impl Provider for Remote {
         under_way.fetch_add(1, Ordering::SeqCst);
         thread::spawn(move || {
             thread::sleep(Duration::from_millis(20));
-            // SAFETY: the engine gives `out` to nobody before it has waited for the fence.
+            // SAFETY: the engine passes `out` on only after it has waited for the fence.
             #[allow(unsafe_code)]
             unsafe {
                 std::ptr::copy_nonoverlapping(from.as_ptr(), to as *mut u8, from.len());
@@ -426,7 +426,7 @@ fn save_scribbled(
     (pending, writer)
 }
 
-/// States of all kinds, of which nobody knows who holds what, one or two saves in flight, one rank late.
+/// Tests states of all kinds with unknown holders, one or two saves in flight, one rank late.
 #[test]
 fn what_is_written_after_it_was_captured_or_staged_is_not_saved() {
     let place = crate::reshard::scratch();

@@ -31,16 +31,16 @@ pub(crate) fn store<D: Disk>(disk: D, place: &str) -> Result<Arc<dyn Store>> {
     Ok(Arc::new(LocalStore::on(disk, PathBuf::from(place))?))
 }
 
-/// How the checkpoint at a place differs from the truth, as another job finds it.
+/// Returns the difference between the checkpoint at a place and the truth, as another job finds it.
 fn compare(disk: &SimDisk, place: &str, truth: &Truth) -> Result<Option<String>> {
     let open = |engine: &Arc<Engine>| checkpoint::open_from(engine, store(disk.clone(), place), place, LONG);
     Job::new(Layout::rows(1)).compare(open, truth, &mut Dice(3))
 }
 
-/// Whether the new checkpoint is visible. The old one must load, and the new one too if it is.
+/// Returns whether the new checkpoint is visible. The old one must load, and the new one too if it is.
 ///
 /// # Errors
-/// What is wrong.
+/// The difference that was found.
 pub(crate) fn survey(disk: &SimDisk) -> std::result::Result<bool, String> {
     match compare(disk, OLD, &truth(1)) {
         Ok(None) => {}
@@ -53,7 +53,7 @@ pub(crate) fn survey(disk: &SimDisk) -> std::result::Result<bool, String> {
     }
 }
 
-/// As [`survey`], where the new checkpoint must be there if its save succeeded.
+/// Surveys like [`survey`]; the new checkpoint must be there if its save succeeded.
 pub(crate) fn violation(disk: &SimDisk, saved: bool) -> Option<String> {
     match survey(disk) {
         Ok(false) if saved => Some("the new checkpoint is lost, and its save had succeeded".to_owned()),
@@ -106,8 +106,8 @@ type Hook = dyn Fn(&'static str, &Path) -> Option<Sys<()>> + Send + Sync;
 #[derive(Clone)]
 pub(crate) struct Hooked<D: Disk> {
     disk: D,
-    /// Asked before a file is opened, or made durable or published, or a directory: what to return instead, if
-    /// anything.
+    /// Hook that is called before a file is opened, or made durable or published, or a directory: returns the error to
+    /// inject, if any.
     hook: Arc<Hook>,
 }
 
@@ -260,8 +260,8 @@ fn a_system_call_that_fails_fails_the_save_alike_on_every_rank_or_not_at_all() {
     }
 }
 
-/// What nothing is to be seen of is tried again; what is there and was not made durable is not: to ask twice would
-/// prove nothing.
+/// Tests retries: a failure without a visible effect is retried, but not a visible object that was not made durable,
+/// since a second sync would prove nothing.
 #[test]
 fn a_publish_is_tried_again_only_while_nothing_came_of_it() {
     let (job, begun) = begun();
@@ -290,7 +290,7 @@ fn a_publish_is_tried_again_only_while_nothing_came_of_it() {
     }
 }
 
-/// What a save that failed on one rank had written on any is deleted again.
+/// Tests that files of a save that failed on one rank are deleted again on all.
 #[test]
 fn a_failed_save_gives_its_space_back() {
     let (job, begun) = begun();
@@ -356,8 +356,8 @@ impl Coord for Severed {
     }
 }
 
-/// Rank 1 loses rank 0 just before or just after `COMMIT` becomes visible; then the power fails. What rank 1 called
-/// saved must be there.
+/// Tests that rank 1 loses rank 0 just before or just after `COMMIT` becomes visible; then the power fails. A
+/// checkpoint that rank 1 reported as saved must be there.
 #[test]
 fn a_rank_that_loses_rank_0_in_the_commit_promises_only_what_is_durable() {
     let (_, begun) = begun();

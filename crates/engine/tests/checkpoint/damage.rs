@@ -13,7 +13,7 @@ use crate::count;
 use crate::job::{Content, Job, LONG, Place, Truth, Whole, wants};
 use crate::layout::{Dice, Layout};
 
-/// A checkpoint in memory, and what it consists of.
+/// A checkpoint in memory, with its objects.
 struct Saved {
     url: String,
     store: Arc<dyn Store>,
@@ -23,7 +23,7 @@ struct Saved {
     engine: Arc<Engine>,
 }
 
-/// What a load did.
+/// Results of a load.
 struct Verdict {
     error: Option<Error>,
     /// The saved parts of tensors into whose memory anything was written: where each lies in which file.
@@ -31,7 +31,7 @@ struct Verdict {
 }
 
 impl Saved {
-    /// Saved by two ranks. Every test has a place of its own.
+    /// Saves with two ranks. Every test has a place of its own.
     fn new(place: &str, truth: Truth) -> Saved {
         let url = format!("memory://damage/{place}");
         Job::new(Layout::rows(2)).save(&url, &truth, &mut Dice(5)).unwrap();
@@ -57,7 +57,7 @@ impl Saved {
         saved
     }
 
-    /// Every saved part of every tensor.
+    /// Returns every saved part of every tensor.
     fn parts(&self) -> impl Iterator<Item = (LeafName, Region, Extent)> {
         (0..self.manifest.len()).flat_map(|i| {
             let leaf = self.manifest.leaf(i);
@@ -66,7 +66,7 @@ impl Saved {
         })
     }
 
-    /// Every leaf, as messages call it, and where something of it lies.
+    /// Returns every leaf, as messages call it, with its extents.
     fn extents(&self) -> impl Iterator<Item = (String, Extent)> {
         (0..self.manifest.len()).flat_map(|i| {
             let leaf = self.manifest.leaf(i);
@@ -76,7 +76,7 @@ impl Saved {
         })
     }
 
-    /// Those of which something lies in a range of a file.
+    /// Returns the leaves with bytes in a range of a file.
     fn inside(&self, file: usize, range: Range<u64>) -> Vec<(String, Extent)> {
         let meets = |e: &Extent| e.file as usize == file && e.offset < range.end && range.start < e.offset + e.bytes;
         self.extents().filter(|(_, extent)| meets(extent)).collect()
@@ -98,8 +98,7 @@ impl Saved {
         }
     }
 
-    /// Loads everything, or only what one file has. What reaches the tensors' memory is what was saved or
-    /// nothing at all.
+    /// Loads everything, or only the leaves of one file. The tensors' memory gets the saved bytes or nothing at all.
     fn load_from(&self, checkpoint: &Checkpoint, file: Option<usize>) -> Verdict {
         let mut written = BTreeSet::new();
         let parts = self.parts().filter(|(_, _, extent)| file.is_none_or(|file| file == extent.file as usize));
@@ -138,7 +137,7 @@ impl Saved {
         verdict
     }
 
-    /// That loading ended in `Corrupt` naming `name`, with nothing written of what is `untouched`.
+    /// Checks that loading ends in `Corrupt` naming `name`, with nothing written to the `untouched` tensors.
     fn expect_corrupt(&self, verdict: Verdict, name: &str, untouched: &[(String, Extent)], case: &str) -> String {
         let error = verdict.error.unwrap_or_else(|| panic!("{case}: not noticed"));
         assert_eq!(error.kind, Kind::Corrupt, "{case}: {error}");
@@ -149,7 +148,7 @@ impl Saved {
         error.message
     }
 
-    /// As [`Saved::expect_corrupt`], where nothing at all may have been written.
+    /// Checks like [`Saved::expect_corrupt`], where nothing at all may have been written.
     fn expect_refused(&self, verdict: Verdict, name: &str, case: &str) {
         assert_eq!(verdict.written, BTreeSet::new(), "{case}");
         self.expect_corrupt(verdict, name, &[], case);
@@ -278,7 +277,7 @@ fn data_files_cut_short_lengthened_or_gone() {
     assert_eq!(saved.load().error, None);
 }
 
-/// Two files of one size in which nothing differs but the bytes of the data and what follows from them.
+/// Returns two files of one size that differ only in the bytes of the data and their checksums.
 fn twins(place: &str, seed: u64) -> Saved {
     let name = LeafName::new("model", "w");
     let whole = Whole::random(&mut Dice(seed), DType::F32, &[4, 64]);
@@ -319,7 +318,7 @@ fn files_of_another_checkpoint_of_the_same_shape() {
     assert_eq!(saved.load().error, None);
 }
 
-/// Damage that one rank reads is told to all of them in the same words.
+/// Tests that damage that one rank reads is reported by all of them in the same words.
 #[test]
 fn every_rank_hears_of_damage() {
     let saved = twins("ranks", 1);

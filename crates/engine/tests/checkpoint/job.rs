@@ -17,10 +17,10 @@ use shardfast_store::Store;
 use crate::block::{Block, Held};
 use crate::layout::{Dice, Layout};
 
-/// Of operations that end sooner for another reason.
+/// Deadline of operations that end sooner for another reason.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// A state as the whole job has it: what every load is compared with.
+/// State of the whole job, with which every load is compared.
 pub(crate) struct Truth {
     pub(crate) leaves: BTreeMap<LeafName, Content>,
 }
@@ -124,7 +124,8 @@ impl Truth {
         Truth { leaves }
     }
 
-    /// What `rank` holds under a layout. A rank without a part of a tensor may know nothing of it; rank 0 knows all.
+    /// Returns the leaves that `rank` holds under a layout. A rank without a part of a tensor may not know it; rank 0
+    /// knows all.
     pub(crate) fn state(&self, layout: &Layout, rank: u32, dice: &mut Dice) -> State {
         let mut leaves = Vec::new();
         let mut providers: Vec<Vec<Arc<dyn Provider>>> = Vec::new();
@@ -184,7 +185,8 @@ impl Truth {
         State { catalog, providers, replicas, ..State::default() }
     }
 
-    /// Where `rank` wants everything under a layout: its part of every tensor, in memory of any strides.
+    /// Returns the destinations of `rank`, which wants everything under a layout: its part of every tensor, in memory
+    /// of any strides.
     pub(crate) fn places(&self, layout: &Layout, rank: u32, dice: &mut Dice) -> Vec<Place> {
         let mut places = Vec::new();
         let mut index = 0;
@@ -207,7 +209,7 @@ impl Truth {
         places
     }
 
-    /// The tensor of that name, or that of which it is an alias.
+    /// Returns the tensor of that name, or that of which it is an alias.
     pub(crate) fn whole(&self, name: &LeafName) -> &Whole {
         match &self.leaves[name] {
             Content::Tensor(whole) => whole,
@@ -216,12 +218,12 @@ impl Truth {
         }
     }
 
-    /// What the elements of a place should be.
+    /// Returns the expected elements of a place.
     pub(crate) fn elements(&self, place: &Place) -> Vec<u8> {
         self.whole(&place.name).gather(&place.region)
     }
 
-    /// How what a checkpoint says and gave differs from this.
+    /// Returns the difference between a checkpoint's contents and this truth.
     pub(crate) fn flaw(&self, manifest: &Manifest, places: &[Place], values: &[Vec<u8>]) -> Option<String> {
         if manifest.len() != self.leaves.len() {
             return Some(format!("{} leaves became {}", self.leaves.len(), manifest.len()));
@@ -336,7 +338,7 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// With the least staging memory that there can be.
+    /// Makes a job with the least staging memory.
     pub(crate) fn new(layout: Layout) -> Job {
         Job::staged(layout, shardfast_engine::staging::STAGING_BYTES_MIN)
     }
@@ -349,7 +351,7 @@ impl Job {
     /// Saves on all ranks.
     ///
     /// # Errors
-    /// What all ranks said alike.
+    /// The error that all ranks agree on.
     pub(crate) fn save(&self, url: &str, truth: &Truth, dice: &mut Dice) -> Result<()> {
         let pending = self
             .engines
@@ -372,7 +374,7 @@ impl Job {
         self.engines.iter().map(begin).collect()
     }
 
-    /// Saves on all ranks, each through a store of its own; what each of them heard.
+    /// Saves on all ranks, each through a store of its own; returns each rank's outcome.
     pub(crate) fn save_to(
         &self,
         store: impl Fn(u32) -> Result<Arc<dyn Store>>,
@@ -385,7 +387,7 @@ impl Job {
     /// Opens a checkpoint on all ranks, loads all of it under the job's layout, and says how it differs from the truth.
     ///
     /// # Errors
-    /// What all ranks said alike.
+    /// The error that all ranks agree on.
     pub(crate) fn compare(
         &self,
         open: impl Fn(&Arc<Engine>) -> Result<Checkpoint> + Sync,
@@ -398,7 +400,7 @@ impl Job {
     /// [`Job::compare`] in a way, and what each rank moved.
     ///
     /// # Errors
-    /// What all ranks said alike.
+    /// The error that all ranks agree on.
     pub(crate) fn compare_by(
         &self,
         way: PeerReads,
@@ -424,7 +426,7 @@ impl Job {
     }
 }
 
-/// [`destination`], with a metric.
+/// Makes a destination like [`destination`], with a metric.
 pub(crate) fn measured(url: &str, loss: &str) -> Destination {
     let mut destination = destination(url);
     destination.user.insert("metric.loss".to_owned(), loss.to_owned());
@@ -446,7 +448,7 @@ pub(crate) fn outcomes(pending: Vec<Pending>) -> Vec<Result<()>> {
     pending.into_iter().map(|pending| pending.committed(None)).collect()
 }
 
-/// What all ranks did, or what all of them failed with: the same kind and the same words.
+/// Returns the results of all ranks, or the error of all of them: the same kind and the same words.
 pub(crate) fn alike<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     let failures: BTreeSet<Option<(&str, &str)>> = results
         .iter()

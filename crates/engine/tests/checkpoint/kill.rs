@@ -17,7 +17,7 @@ use crate::count;
 use crate::job::{Job, LONG, Truth, destination};
 use crate::layout::{Dice, Layout};
 
-/// In which a rank must learn that the other one is gone, on a busy machine.
+/// Time in which a rank must learn that the other one is gone, on a busy machine.
 const BOUNDED: Duration = Duration::from_secs(30);
 
 const ROLE: &str = "SHARDFAST_TEST_ROLE";
@@ -41,8 +41,8 @@ pub(crate) fn place(rank: u32) -> Place {
     Place::open(membership, 0).unwrap()
 }
 
-/// Not a test by itself: what the two processes do. Rank 0's role is `0`, rank 1's its own and the address of rank 0.
-/// Each line of input is a step to save; an empty line begins what the line before has prepared.
+/// Runs one of the two processes; not a test by itself. Rank 0's role is `0`, rank 1's its own and the address of rank
+/// 0. Each line of input is a step to save; an empty line begins the save that the line before has prepared.
 #[test]
 fn rank() {
     let Ok(role) = env::var(ROLE) else { return };
@@ -77,7 +77,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// What the test of that name does with these variables.
+    /// Starts a process that runs the test of that name with these variables.
     pub(crate) fn start<'a>(test: &str, variables: impl IntoIterator<Item = (&'a str, &'a str)>) -> Process {
         let mut command = Command::new(env::current_exe().unwrap());
         command.args(["--exact", test, "--nocapture"]).envs(variables);
@@ -87,7 +87,7 @@ impl Process {
         thread::spawn(move || {
             for line in output.lines().map_while(io::Result::ok) {
                 if let Some((_, text)) = line.split_once(MARK) {
-                    // The test may have heard enough.
+                    // The test may have dropped the receiver.
                     let _ = sender.send(text.to_owned());
                 }
             }
@@ -108,7 +108,7 @@ impl Process {
         self.child.wait().unwrap();
     }
 
-    /// What a killed process had still told.
+    /// Returns the last output of a killed process.
     fn last_word(&self) -> Option<String> {
         self.told.recv_timeout(BOUNDED).ok()
     }
@@ -140,7 +140,7 @@ fn save_undisturbed(ranks: &mut [Process; 2], step: u64) -> Duration {
     started.elapsed()
 }
 
-/// Whether a checkpoint is there, and then it is whole; it is as good as never begun otherwise.
+/// Returns whether a checkpoint is visible; checks that it is whole then.
 pub(crate) fn is_whole(place: &Path, truth: &Truth) -> bool {
     let open = |engine: &Arc<Engine>| checkpoint::open(engine, place.to_str().unwrap(), LONG);
     match Job::new(Layout::rows(1)).compare(open, truth, &mut Dice(3)) {

@@ -68,13 +68,13 @@ struct Zeroless {
     trouble: Arc<Trouble>,
 }
 
-/// What keeps a store from taking data.
+/// Obstacle that keeps a store from taking data.
 #[derive(Default)]
 struct Trouble {
     stalled: (Mutex<bool>, Condvar),
-    /// It panics.
+    /// The store panics.
     has_defect: AtomicBool,
-    /// So many writes fail.
+    /// Number of writes that still fail.
     failures_left: AtomicU64,
 }
 
@@ -325,7 +325,7 @@ fn a_slow_store_holds_the_copy_back() {
     assert_eq!(asked_while_stalled(staging::STAGING_BYTES_MIN, false, slots), slots);
 }
 
-/// With room for all of it, a state that the program is to have back is copied whole; a save that is waited for goes
+/// Tests that, with room for all of it, a save copies the whole state at once, and a save that is waited for goes
 /// at the store's pace, however much room there is.
 #[test]
 fn a_blocking_save_copies_no_further_ahead_than_the_store_needs() {
@@ -339,7 +339,7 @@ fn sparse_place(blocking: bool) -> Destination {
     Destination { blocking, ..destination("sparse") }
 }
 
-/// How much of a state is copied in a save whose store takes nothing: at least `expected` requests, and those that come
+/// Counts the requests to a state whose store writes nothing: at least `expected`, and those that come
 /// in a while after them.
 fn asked_while_stalled(staging_bytes: u64, blocking: bool, expected: u64) -> u64 {
     let store = Arc::new(Zeroless::default());
@@ -364,7 +364,7 @@ fn asked_while_stalled(staging_bytes: u64, blocking: bool, expected: u64) -> u64
     stalled
 }
 
-/// A panic of the store leaves nobody waiting to hand over what it copied.
+/// Tests that after a panic of the store no thread waits to hand over its copies.
 #[test]
 fn a_store_that_panics_fails_the_save() {
     for blocking in [false, true] {
@@ -378,8 +378,8 @@ fn a_store_that_panics_fails_the_save() {
     }
 }
 
-/// More state than staging memory, every slot of which holds what could not be written yet: it is written out of the
-/// slots, for the state may have changed. What never can be leaves nobody waiting for a slot.
+/// Tests more state than staging memory, where every slot holds bytes that could not be written yet: they are written
+/// from the slots, for the state may have changed. Bytes that can never be written leave no thread waiting for a slot.
 #[test]
 fn what_could_not_be_written_is_written_again_as_it_was_copied() {
     for (blocking, failures) in [(false, 8), (true, 8), (false, u64::MAX), (true, u64::MAX)] {

@@ -1,4 +1,4 @@
-//! How the tensors of a job are spread over its ranks, said on whole tensors, and how to draw that at random.
+//! Spreads the tensors of a job over its ranks, given as whole tensors, and draws such spreads at random.
 
 use shardfast_format::Region;
 use shardfast_plan::RankSet;
@@ -20,7 +20,7 @@ impl Dice {
         self.next() % n
     }
 
-    /// True once in `n` times.
+    /// Returns true once in `n` times.
     pub(crate) fn once_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
@@ -36,12 +36,12 @@ impl Dice {
     }
 }
 
-/// What one dimension of a device mesh does with a tensor; dimensions are taken modulo the tensor's.
+/// Placement of a tensor along one dimension of a device mesh; dimensions are taken modulo the tensor's.
 #[derive(Debug, Clone, Copy)]
 enum Placement {
     Replicate,
     Shard(usize),
-    /// Each of so many chunks of what is left of the dimension is sharded by itself.
+    /// Sharding of each of this many chunks of the rest of the dimension by itself.
     Strided(usize, u64),
 }
 
@@ -78,7 +78,7 @@ impl Layout {
         Layout { mesh, spreads: vec![Spread::Mesh(vec![placement])], knowing: u64::MAX }
     }
 
-    /// The same, but nobody knows who holds what it holds.
+    /// Makes the same layout with unknown holders.
     pub(crate) fn ignorant(self) -> Layout {
         Layout { knowing: 0, ..self }
     }

@@ -21,7 +21,7 @@ mod sweep;
 mod sweeps;
 mod transient;
 
-/// How many: as a usual run has it, or as a campaign says by this variable.
+/// Returns the number of cases: `usual`, or the value of the environment variable in a campaign.
 pub(crate) fn count(variable: &str, usual: usize) -> usize {
     std::env::var(variable).map_or(usual, |count| count.parse().expect("a number"))
 }

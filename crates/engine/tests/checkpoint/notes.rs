@@ -1,4 +1,5 @@
-//! What rank 0 notes while a save runs: recorded by the checkpoint, and known to every rank with the outcome.
+//! Tests notes that rank 0 adds while a save runs: the checkpoint records them, and every rank gets them with the
+//! outcome.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Saves of eight real processes in a tree of several levels, one of which is killed by SIGKILL at each phase of the
-//! save: what the others hear, what a fresh process finds, and whether the next job goes on from there.
+//! Tests saves of eight real processes in a tree of several levels, one of which is killed by SIGKILL at each phase of
+//! the save: the others' errors, the state that a fresh process finds, and that the next job continues from there.
 
 use std::env;
 use std::io;
@@ -21,13 +21,13 @@ use crate::kill::{Process, TOKEN, is_whole, tell};
 use crate::layout::{Dice, Layout};
 
 const WORLD: u32 = 8;
-/// Of an exchange between ranks, and until when everybody must have heard how it ended.
+/// Deadline of an exchange between ranks, by which every rank must know how it ended.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 const ROLE: &str = "SHARDFAST_TEST_RANK_AND_PHASE";
 const ADDRESS: &str = "SHARDFAST_TEST_ADDRESS";
 
-/// Where a save stands still.
+/// Phase at which a save stops.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Phase {
     /// Before the rank says that it is there.
@@ -38,13 +38,13 @@ enum Phase {
     Staging,
     /// The rank has written a data file, which is not durable.
     Written,
-    /// All of the rank's files are durable, names and contents; nobody knows.
+    /// After all files of the rank are durable, names and contents, and before any other rank knows.
     Durable,
     /// Rank 0 knows that all are durable, and is about to publish.
     Publishing,
     /// `COMMIT` is to be seen, and not yet durable.
     Visible,
-    /// Rank 0 has published, and told nobody.
+    /// After rank 0 has published, and before any other rank knows.
     Published,
     /// The rank knows that its save is committed.
     Committed,
@@ -63,7 +63,7 @@ impl Phase {
         Phase::Committed,
     ];
 
-    /// Whether it is one of rank 0's decision, during which the others wait.
+    /// Returns whether it is a phase of rank 0's decision, during which the others wait.
     fn is_decision(self) -> bool {
         matches!(self, Phase::Publishing | Phase::Visible | Phase::Published)
     }
@@ -81,7 +81,7 @@ fn truth() -> Truth {
     Truth::small(1, 400)
 }
 
-/// Where this process stands still, once, until it is told to go on.
+/// Gate at which this process stops, once, until the test lets it continue.
 struct Gate {
     at: String,
     was_reached: AtomicBool,
@@ -158,7 +158,7 @@ impl Provider for GatedProvider {
     }
 }
 
-/// What a rank gives to the save; its tensors' bytes come through the gate.
+/// Makes a rank's state for the save; its tensors' bytes come through the gate.
 fn state(rank: u32, gate: &Arc<Gate>) -> State {
     let mut state = truth().state(&layout(), rank, &mut Dice(1));
     for (leaf, providers) in state.catalog.leaves.iter().zip(&mut state.providers) {
@@ -187,8 +187,8 @@ fn disk(place: &Path, gate: &Arc<Gate>) -> Hooked<RealDisk> {
     })
 }
 
-/// Not a test by itself: one of the processes. Its role is its rank, the phase at which it stands still, and the place
-/// of the checkpoint.
+/// Runs one of the processes; not a test by itself. Its role is its rank, the phase at which it stops, and the place of
+/// the checkpoint.
 #[test]
 fn rank() {
     let Ok(role) = env::var(ROLE) else { return };
@@ -217,7 +217,7 @@ fn rank() {
         Ok(()) => tell("saved"),
         Err(error) => tell(&format!("failed: {:?}: {}", error.kind, error.message.replace('\n', " "))),
     }
-    // Whoever leaves takes his part of the tree with him.
+    // A rank that leaves takes its part of the tree with it.
     io::stdin().lines().next();
 }
 

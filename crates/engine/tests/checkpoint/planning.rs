@@ -1,4 +1,4 @@
-//! What ranks say to each other before and while they save, counted: nothing that they can know alone.
+//! Counts the messages of ranks before and during a save: none that they can do without.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -14,14 +14,14 @@ use crate::job::{Content, Job, LONG, Truth, Whole, alike, destination, outcomes}
 use crate::layout::{Dice, Layout};
 use crate::reshard::scratch;
 
-/// What each rank sent in each exchange, in order.
+/// Messages of each rank in each exchange, in order.
 type Said = Arc<Mutex<Vec<(u32, String, Vec<u8>)>>>;
 
 /// Ranks whose words are counted.
 struct Counted {
     coord: Arc<dyn Coord>,
     said: Said,
-    /// Where rank 0 waits before it decides on the opening, if it does.
+    /// Gate at which rank 0 waits before it decides on the opening, if there is one.
     gate: Option<Mutex<Receiver<()>>>,
 }
 
@@ -65,7 +65,7 @@ impl Coord for Counted {
     }
 }
 
-/// A job whose words are counted, and where rank 0 waits before it decides, if `gated`.
+/// Makes a job whose messages are counted, and in which rank 0 waits before it decides, if `gated`.
 fn counted(layout: Layout, gated: bool) -> (Job, Said, Sender<()>) {
     let said = Said::default();
     let (open, gate) = channel();
@@ -186,7 +186,7 @@ fn an_unchanged_state_is_planned_in_16_bytes_a_rank() {
     }
 }
 
-/// What rank 0 remembers of a rank's values is what it was told by the last save that was committed.
+/// Tests that rank 0 remembers a rank's values of the last save that was committed.
 #[test]
 fn values_that_grow_and_shrink_are_where_they_were_written() {
     let place = scratch();
@@ -281,7 +281,7 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
     assert_eq!(flaw, Ok(None));
 
     // What rank 0 was to write (all that is small) is gone there, and the others have begun without it: nothing is
-    // published, all are told alike, and the next save is planned anew.
+    // published, all ranks get one error, and the next save is planned anew.
     let mut without = state(&small, &layout, 0);
     let kept: Vec<bool> = without.catalog.leaves.iter().map(|leaf| leaf.name.key != "model").collect();
     let mut keep = kept.iter();
@@ -300,7 +300,7 @@ fn what_changed_on_one_rank_is_planned_around_the_others() {
     assert_eq!(flaw, Ok(None));
 }
 
-/// Ranks that know who holds what they hold claim nothing of what each holds alone, and it may change all the same.
+/// Tests that ranks with known holders claim nothing about parts that each holds alone, and that these may change.
 #[test]
 fn what_is_held_alone_is_planned_anew_when_it_changes() {
     let place = scratch();

@@ -36,7 +36,7 @@ fn random_pairs_of_layouts() {
     }
 }
 
-/// On the disk itself, where direct I/O and its alignment come in.
+/// Returns a directory on the disk itself, where direct I/O and its alignment matter.
 #[test]
 fn pairs_of_layouts_on_the_disk() {
     let place = tempfile::tempdir().unwrap();

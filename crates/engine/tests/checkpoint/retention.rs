@@ -1,4 +1,4 @@
-//! What retention deletes, and what it leaves alone: older checkpoints while the newest is not whole, others' files.
+//! Tests that retention deletes no older checkpoints while the newest is not whole, and no foreign files.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ use crate::reshard::scratch;
 
 const LAST: Keep = Keep { last: Some(1), every: None, best: Vec::new() };
 
-/// Both rounds.
+/// Performs both rounds.
 fn retain(url: &str, keep: Keep) -> Result<Retained> {
     let mut retention = Retention::new(url, keep);
     let retained = retention.retain(&[])?;
@@ -95,7 +95,7 @@ fn nothing_is_deleted_while_any_file_of_the_newest_is_missing_or_cut() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
 }
 
-/// What is spared, each time the same.
+/// Returns the spared checkpoints, and checks that they are the same each time.
 fn spared(url: &str) -> Result<Vec<(String, String)>> {
     let once = retain(url, LAST)?;
     assert_eq!(retain(url, LAST)?, Retained { left: Vec::new(), ..once.clone() });

@@ -1,4 +1,4 @@
-//! Runs: the newest committed checkpoint is found by looking; what is cut off or damaged is named; what is kept stays.
+//! Tests runs: the newest committed checkpoint is found; incomplete or damaged ones are named; kept ones stay.
 
 use std::sync::Arc;
 use std::thread;

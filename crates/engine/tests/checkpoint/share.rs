@@ -26,7 +26,7 @@ use crate::reshard::scratch;
 /// The least with which ranks have memory that others see.
 const STAGING_BYTES: u64 = 32 << 20;
 
-/// With so much, all that is passed on travels in messages.
+/// Staging memory with which all shared bytes travel in messages.
 const MESSAGES_BYTES: u64 = 16 << 20;
 
 /// A job whose ranks show each other memory: all of them, every other one, or none.
@@ -150,7 +150,7 @@ fn damage_that_one_rank_reads_is_everybodys_failure() {
 /// A store with the contents of another one.
 struct Other {
     store: Arc<dyn Store>,
-    /// What it says of how much this machine has in memory, in percent.
+    /// Share of a range that the store reports as cached, in percent.
     cached: Option<u64>,
 }
 
@@ -292,7 +292,7 @@ impl Store for Other {
     }
 }
 
-/// As much for each of two ranks as is worth connections.
+/// Tests two ranks with enough bytes for each to be worth connections.
 #[test]
 fn only_what_no_page_cache_holds_for_all_is_read_for_others() {
     let (place, truth) = (scratch(), matrix(17 << 10));
@@ -407,10 +407,10 @@ fn what_each_reads_for_itself_through_the_page_cache_is_whole_and_proven() {
 
 const ROLE: &str = "SHARDFAST_TEST_ROLE";
 const MARK: &str = "told: ";
-/// In which a rank must learn that the other one is gone, on a busy machine.
+/// Time in which a rank must learn that the other one is gone, on a busy machine.
 const BOUNDED: Duration = Duration::from_secs(30);
 
-/// Not a test by itself: rank 1 of two, which loads as often as it is asked to, until it is killed.
+/// Runs as rank 1 of two, which loads as often as it is asked to, until it is killed; not a test by itself.
 #[test]
 fn peer() {
     let Some((address, url)) = env::var(ROLE).ok().and_then(|role| {
@@ -462,7 +462,8 @@ impl Drop for Peer {
     }
 }
 
-/// Loads with a peer that gets a signal after a while; how long after that this rank knew, and what it heard.
+/// Loads with a peer that gets a signal after a while; returns how long after that this rank had its error, and the
+/// error.
 fn lost(url: &str, after: Duration, signal: &str, deadline: Duration) -> (Duration, Error) {
     let place = place(0);
     // Its peer is let in when this rank has joined, too.

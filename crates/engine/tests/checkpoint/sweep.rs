@@ -1,4 +1,4 @@
-//! What a sweep removes, and what it leaves alone: checkpoints, whatever may be under way, and what is not ours.
+//! Tests that a sweep removes debris, and neither checkpoints nor files in use nor foreign ones.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ use crate::job::{Job, LONG, Truth, alike};
 use crate::layout::{Dice, Layout};
 use crate::reshard::scratch;
 
-/// Where a run is on a simulated disk.
+/// Path of a run on a simulated disk.
 const RUN: &str = "/runs/gpt";
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -283,8 +283,8 @@ fn a_pin_set_while_a_checkpoint_is_taken_back_brings_it_back() {
     assert_eq!(after, before);
 }
 
-/// Makes `work` die at each of its system calls and makes it again; what is there then must be what an undisturbed one
-/// leaves, and at no moment may the newest checkpoint be gone.
+/// Makes `work` die at each of its system calls and repeats it; the result must be that of an undisturbed one, and at
+/// no moment may the newest checkpoint be missing.
 fn dies_anywhere(begun: &SimDisk, work: impl Fn(&SimDisk) -> shardfast_engine::Result<()>) {
     let expected = {
         let disk = begun.crash(1);

@@ -1,4 +1,5 @@
-//! Something removes what has no `COMMIT` yet during a save: the save fails, and no hollow checkpoint stays.
+//! Tests a program that removes directories without a `COMMIT` during a save: the save fails, and no hollow checkpoint
+//! stays.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,7 +12,7 @@ use shardfast_store::simdisk::SimDisk;
 use crate::crash::{Hooked, NEW, begun, store, survey, truth};
 use crate::job::{LONG, alike};
 
-/// What a sweep does to a directory without a `COMMIT`.
+/// Effect of a sweep on a directory without a `COMMIT`.
 type Sweep = fn(&SimDisk);
 
 fn files(disk: &SimDisk, dir: &Path, found: &mut Vec<PathBuf>) {

@@ -1,5 +1,5 @@
-//! System calls that fail for a while: what may pass is tried again, what a second try would not prove is not, and a
-//! save that has failed elsewhere tries nothing any more.
+//! Tests system calls that fail for a while: temporary failures are retried, those where a retry would prove nothing
+//! are not, and a save that has failed elsewhere retries nothing any more.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -35,21 +35,21 @@ const NEEDED: [&str; 10] = [
     "rename_noreplace",
 ];
 
-/// How often all calls are gone through to meet each of [`NEEDED`].
+/// Number of passes over all calls to meet each of [`NEEDED`].
 const PASSES_MAX: usize = 5;
 
 fn is_data(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "safetensors")
 }
 
-/// Whether it makes durable what the system forgets when it fails, and nobody can write again. A temporary file is
-/// written again under another name.
+/// Returns whether the call makes durable what the system forgets when it fails, and no process can write again. A
+/// temporary file is written again under another name.
 fn is_flush(call: &Call) -> bool {
     call.name == "fsync_dir" || (call.name == "fdatasync" && is_data(&call.path))
 }
 
-/// A fault at every system call of a save, in a save of its own; `judge` gets the call, what the ranks heard and the
-/// disk.
+/// Injects a fault at every system call of a save, each in a save of its own; `judge` gets the call, the ranks'
+/// outcomes and the disk.
 fn at_every_call(fault: impl Fn(usize) -> Fault + Sync, judge: impl Fn(&Call, &Result<Vec<()>>, &SimDisk) + Sync) {
     let next = AtomicUsize::new(0);
     thread::scope(|threads| {
@@ -106,7 +106,7 @@ fn what_fails_for_ever_fails_the_save_and_says_how_often_it_was_tried() {
         let Err(error) = saved else { panic!("{call:?} failed for ever, and the save succeeded") };
         assert_eq!(error.kind, Kind::Unavailable, "{call:?}: {error}");
         let dir = call.path.parent().unwrap().display().to_string();
-        // A temporary file is told by its target.
+        // The error names a temporary file's target.
         let place = if is_data(&call.path) { call.path.display().to_string() } else { dir };
         assert!(error.message.contains(&place), "{call:?} at {place}: {error}");
         assert!(error.message.contains("; tried 5 times in "), "{call:?}: {error}");

@@ -1,4 +1,4 @@
-//! Captures ahead of a save on a device that is behind the host: what is committed is what the device had.
+//! Tests captures ahead of a save on a device that is behind the host: a commit has the device's bytes.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
@@ -19,7 +19,7 @@ use shardfast_transfer::digest::Digester;
 use crate::fake::Fake;
 use crate::{DELAY_MAX_US, Dice, LONG};
 
-/// As a fused step of AdamW on a device.
+/// Name of the variant of a fused step of AdamW on a device.
 const VARIANT: &str = "adam.fused.cuda.f32";
 
 /// A device's memory that is captured lazily.
@@ -93,15 +93,15 @@ struct Training {
     fake: Arc<Fake>,
     /// The address and the bytes of each array.
     tensors: Vec<[(usize, Vec<u8>); 3]>,
-    /// Where a framework that keeps its gradients' memory has them.
+    /// Addresses of gradients in a framework that keeps their memory.
     gradients: Vec<usize>,
     catalog: Arc<Catalog>,
     steps: i32,
     /// Steps to come, since the host takes longer for them than the device of a real training.
     next: VecDeque<Computed>,
-    /// Whether kernels take no time: copies are far behind then.
+    /// `true` if kernels take no time: copies are far behind then.
     is_fast: bool,
-    /// Of what every gradient has one that something refers to.
+    /// Reference count of the gradients: each holds one clone.
     alive: Arc<()>,
 }
 
@@ -167,13 +167,13 @@ impl Training {
         })
     }
 
-    /// As the device computes them.
+    /// Returns the bias corrections as the device computes them.
     fn device_bias(&self) -> [f32; 2] {
         let correction = |beta: f32| 1.0 - beta.powi(self.steps);
         [correction(0.9), correction(0.999).sqrt()]
     }
 
-    /// Computes so many steps.
+    /// Computes `steps` steps.
     fn compute(&mut self, steps: u64, dice: &mut Dice) {
         let mut now: Vec<[Vec<u8>; 3]> =
             self.tensors.iter().map(|of| of.each_ref().map(|(_, bytes)| bytes.clone())).collect();
@@ -303,7 +303,7 @@ struct Job {
 }
 
 impl Job {
-    /// With a first save, whose plan tells what is written.
+    /// Makes a job with a first save, whose plan tells which writes follow.
     fn new(seed: u64, numels: &[u64]) -> Job {
         let fake = Arc::new(Fake::new(seed, DELAY_MAX_US));
         fake.lock_all();
@@ -341,7 +341,7 @@ impl Job {
         }
     }
 
-    /// The save that the window was opened for: what it held.
+    /// Makes the save that the window was opened for; returns what the window held.
     fn save(&self, window: Window, seed: u64) -> Figures {
         let place = self.place.path().join("second");
         let pending = self.training.save(&self.engine, &place, Some(&window)).unwrap();
@@ -405,7 +405,7 @@ fn gradients_that_are_written_over_before_they_were_copied_commit_nothing() {
     assert!(refused > 0, "the training went on before its gradients were copied, and it made no difference");
 }
 
-/// What a rehearsal of two steps finds, and whether it saw gradients change between them.
+/// Returns the findings of a rehearsal of two steps, and whether it saw gradients change between them.
 fn rehearse(seed: u64, kept: bool, foreign: bool) -> (Vec<Rehearsed>, bool) {
     let mut job = Job::new(seed, &[300_000, 4097, 15]);
     let beside = job.beside(false, None);

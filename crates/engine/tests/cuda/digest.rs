@@ -1,4 +1,4 @@
-//! Digests of a device's memory: the same as the host's, of the right moment, and what fails how.
+//! Tests digests of a device's memory: equal to the host's, of the right moment, and their failures.
 
 use std::sync::Arc;
 

@@ -26,7 +26,7 @@ macro_rules! raw {
 
 #[allow(unsafe_code)] // plays the part of the program that owns the device's memory
 impl Fake {
-    /// With random delays of up to so many microseconds before each copy.
+    /// Loads the fake, with random delays of up to `delay_max_us` before each copy.
     pub(crate) fn new(seed: u64, delay_max_us: u64) -> Fake {
         let built = std::env::current_exe().unwrap().parent().unwrap().join("libshardfast_fake_cuda.so");
         let place = tempfile::tempdir().unwrap();
@@ -87,7 +87,7 @@ impl Fake {
         assert_eq!(raw!(self, "fakeFreeBehind", self.stream => u64, address => usize), 0);
     }
 
-    /// What the device's memory holds now.
+    /// Returns the bytes in the device's memory now.
     pub(crate) fn peek(&self, address: usize, bytes: usize) -> Vec<u8> {
         let mut out = vec![0; bytes];
         let to = out.as_mut_ptr();
@@ -137,12 +137,12 @@ impl Fake {
         raw!(self, "fakeFail", name.as_ptr() => *const c_char, nth => u64, code => u32, loses_device => bool);
     }
 
-    /// From now on streams do not wait for events.
+    /// Makes streams not wait for events from now on.
     pub(crate) fn forget_waits(&self) {
         raw!(self, "fakeForgetWaits", true => bool);
     }
 
-    /// From now on copies to and from any host memory are asynchronous.
+    /// Makes copies to and from any host memory asynchronous from now on.
     pub(crate) fn lock_all(&self) {
         raw!(self, "fakeLockAll", true => bool);
     }
@@ -151,7 +151,7 @@ impl Fake {
         raw!(self, "fakeCapture", stream => u64, captures => bool);
     }
 
-    /// How often a function was called.
+    /// Returns the number of calls of a function.
     pub(crate) fn calls(&self, name: &str) -> u64 {
         let (name, mut count) = (CString::new(name).unwrap(), 0u64);
         raw!(self, "fakeCalls", name.as_ptr() => *const c_char, &raw mut count => *mut u64);

@@ -1,4 +1,4 @@
-//! Copies from and to devices, against a driver that has none: what arrives, when, and what fails how.
+//! Tests copies from and to devices, against a driver that has none: their bytes, their times, and their failures.
 
 mod ahead;
 mod digest;
@@ -14,13 +14,13 @@ use shardfast_transfer::cuda::{CopyStream, DeviceMemory, DeviceSink, Devices};
 
 use fake::Fake;
 
-/// Of copies, by seed; short, since a sleep takes at least 50 microseconds.
+/// Delays of copies, by seed; short, since a sleep takes at least 50 microseconds.
 const DELAY_MAX_US: u64 = 300;
 
-/// Of what is not to be done in time.
+/// Time limit of operations that are not to finish in time.
 pub(crate) const SHORT: Duration = Duration::from_millis(100);
 
-/// Of what ends sooner.
+/// Time limit of operations that end sooner.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// A generator of small numbers.
@@ -48,7 +48,7 @@ pub(crate) struct View {
 }
 
 impl View {
-    /// Of any order of dimensions, with gaps; no two elements share memory.
+    /// Makes a view of any order of dimensions, with gaps; no two elements share memory.
     fn random(dice: &mut Dice) -> View {
         let item = 1 << dice.below(4);
         let lengths: Vec<u64> = (0..dice.below(4)).map(|_| 1 + dice.below(9)).collect();
@@ -71,7 +71,7 @@ impl View {
         Strided::new(base + self.first, &self.lengths, &self.strides, self.item)
     }
 
-    /// Where the elements of a box begin in the allocation, in row-major order.
+    /// Returns the offsets of the elements of a box in the allocation, in row-major order.
     fn places(&self, offsets: &[u64], lengths: &[u64]) -> Vec<usize> {
         let count = lengths.iter().product::<u64>();
         let place = |mut number: u64| {

@@ -1,4 +1,4 @@
-//! Saves of tensors on a device, through the whole engine, and what comes back.
+//! Tests saves of tensors on a device, through the whole engine, and loads of them.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -77,7 +77,7 @@ fn server(answer: Option<&'static str>) -> String {
     endpoint
 }
 
-/// How a call fails, and that it does so in time.
+/// Returns the error with which a call fails; checks that it fails in time.
 fn expect_end(name: &str, call: impl FnOnce() -> Result<()>) -> Error {
     let began = Instant::now();
     let error = call().expect_err(name);

@@ -25,13 +25,13 @@ use crate::proxy::{Fault, Harm, Proxy, Seen};
 /// Runs at a time: most of them wait for a retry.
 pub(crate) const RUNS_AT_A_TIME: usize = 16;
 
-/// Of operations that are to succeed.
+/// Deadline of operations that are to succeed.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Of operations whose storage does not come back.
+/// Deadline of operations whose storage does not come back.
 const SHORT_DEADLINE: Duration = Duration::from_secs(2);
 
-/// How much longer than its deadline an operation may take.
+/// Time that an operation may take beyond its deadline.
 const SLACK: Duration = Duration::from_secs(20);
 
 /// A request in which nothing moves for so long is cut, where one of them is silent; and where none is.
@@ -41,7 +41,7 @@ pub(crate) const PATIENT: Duration = Duration::from_secs(30);
 /// Faults that stay, for each request: others for the next one.
 const LASTING: usize = 3;
 
-/// One run is made of so many, and a few more; a campaign sets 1.
+/// Share of the runs that are made, and a few more; a campaign sets 1.
 const ONE_IN: usize = 4;
 const ONE_IN_VARIABLE: &str = "SHARDFAST_FAULTS_ONE_IN";
 
@@ -78,16 +78,16 @@ const FAULTS: [Fault; 29] = [
     Fault::DeadAfter,
 ];
 
-/// What the request for a list of a directory ends with.
+/// Suffix of the request for a list of a directory.
 const LIST: &str = "?delimiter&list-type";
 
 /// Beginning of the request that publishes a checkpoint: it meets each fault in every run of the test.
 const DECIDES: &str = "PUT COMMIT";
 
-/// What a store's error begins with.
+/// Prefix of a store's error.
 const OPERATIONS: [&str; 9] = ["open", "create", "write", "finish", "put", "publish", "list", "read", "delete"];
 
-/// Whether a fault can happen to a request.
+/// Returns whether a fault can happen to a request.
 fn applies(fault: Fault, seen: &Seen) -> bool {
     match fault {
         Fault::RequestCut | Fault::RequestTurned(_) => seen.has_body,
@@ -116,7 +116,7 @@ fn is_death(fault: Fault) -> bool {
     matches!(fault, Fault::DeadBefore | Fault::DeadAfter)
 }
 
-/// Whether the server dies and stays away for longer than the operation may take.
+/// Returns whether the server dies and stays away for longer than the operation may take.
 fn is_away(fault: Fault) -> bool {
     matches!(fault, Fault::ServerDies(_, seconds) if Duration::from_secs(seconds.into()) > SHORT_DEADLINE)
 }
@@ -133,7 +133,7 @@ impl Run {
         Run { number, seen: seen.clone(), harm: Harm { at: seen.request.clone(), fault, stays } }
     }
 
-    /// Whether the operation may fail: the fault does not pass.
+    /// Returns whether the operation may fail: the fault does not pass.
     fn may_fail(&self) -> bool {
         let fault = self.harm.fault;
         self.harm.stays || is_death(fault) || is_away(fault) || is_unproven(fault, &self.seen)
@@ -196,7 +196,7 @@ pub(crate) fn each_fault(requests: &[Seen]) -> Vec<Run> {
     made.into_iter().enumerate().map(|(i, (seen, fault, stays))| Run::new(i, seen, fault, stays)).collect()
 }
 
-/// How the runs with one fault ended.
+/// Outcomes of the runs with one fault.
 #[derive(Default)]
 struct Tally {
     succeeded: usize,
@@ -204,7 +204,7 @@ struct Tally {
     missed: usize,
 }
 
-/// Whether a run's operation succeeded, or what is wrong; `None` if it succeeded without the request.
+/// Result of a run: whether its operation succeeded (`None`: without the request), or the defect found.
 type Outcome = std::result::Result<Option<bool>, String>;
 
 /// Makes all runs, so many at a time, and fails with all that is wrong.

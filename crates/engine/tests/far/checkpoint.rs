@@ -21,7 +21,7 @@ const STAGING_BYTES: u64 = 24 * MIB;
 /// A leaf with its bytes.
 type Held = (LeafName, LeafBody, Arc<Vec<u8>>);
 
-/// What is saved, in order of the names.
+/// Leaves that are saved, in order of the names.
 static LEAVES: LazyLock<Vec<Held>> = LazyLock::new(|| {
     let tensor = |key: &str, name: &str, bytes: u64, seed: u64| {
         let shape = [bytes / 1024, 256];
@@ -134,7 +134,7 @@ pub(crate) fn load(store: &Arc<dyn Store>, deadline: Duration) -> Result<()> {
 /// Reads all of a checkpoint: `Ok(false)` if none is visible there.
 ///
 /// # Errors
-/// What is wrong with it.
+/// The difference that was found.
 pub(crate) fn is_whole(url: &str) -> std::result::Result<bool, String> {
     is_whole_in(&direct(url))
 }

@@ -10,7 +10,7 @@ use crate::proxy::{Fault, Moment, Seen};
 const MOMENTS: usize = 4;
 const VARIABLE: &str = "SHARDFAST_TEST_CRASHES";
 
-/// How long the server stays away.
+/// Seconds for which the server stays away.
 const AWAY_SECONDS: u32 = 4;
 
 /// Runs in which the server dies: at each request or at some, at one of its moments after the other.

@@ -13,7 +13,7 @@ use crate::campaign::{DEADLINE, PATIENT, Place};
 use crate::checkpoint::{direct, is_whole, load, save, store};
 use crate::proxy::{Fault, Harm, Proxy, Seen};
 
-/// At so many requests of an operation, spread over it, keys expire.
+/// Number of requests of an operation, spread over it, at which keys expire.
 const MOMENTS: usize = 6;
 
 /// Does what an administrator of versitygw does.

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use shardfast_store::servers::Server;
 
-/// What happens to a request.
+/// Fault of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Fault {
     /// The connection is closed before the server sees the request.
@@ -69,13 +69,13 @@ pub(crate) enum Moment {
 /// A request: what it asks for, without what differs from run to run, and how many such requests came before it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Request {
-    /// The method, the object's name below the prefix, and what of the query tells requests apart.
+    /// Method, object's name below the prefix, and the parts of the query that tell requests apart.
     pub(crate) what: String,
     pub(crate) nth: usize,
 }
 
 impl Request {
-    /// Whether it asks for bytes of an object.
+    /// Returns whether it reads bytes of an object.
     pub(crate) fn is_read(&self) -> bool {
         self.what.starts_with("GET ") && !self.what.contains("list-type")
     }
@@ -94,7 +94,7 @@ pub(crate) struct Seen {
 pub(crate) struct Harm {
     pub(crate) at: Request,
     pub(crate) fault: Fault,
-    /// Whether it also happens to each later request for the same.
+    /// `true` if the fault also happens to each later request for the same.
     pub(crate) stays: bool,
 }
 
@@ -109,15 +109,15 @@ pub(crate) struct Proxy {
 
 struct State {
     server: Server,
-    /// Of the names of objects, with the bucket: left out of what requests ask for.
+    /// Prefix of objects' names, with the bucket: left out of requests' descriptions.
     prefix: String,
     harm: Option<Harm>,
-    /// Of the reads from that one on, each so-manieth gets no answer.
+    /// Number of the first read that gets no answer, and the distance to the next ones.
     unanswered: Option<(usize, usize)>,
     reads: AtomicUsize,
     /// Replaces the credentials.
     replace: Replace,
-    /// Those that have expired.
+    /// Keys that have expired.
     expired: Mutex<Option<String>>,
     seen: Mutex<Vec<Seen>>,
     counts: Mutex<HashMap<String, usize>>,
@@ -167,17 +167,17 @@ impl Proxy {
         Proxy { address, state }
     }
 
-    /// Where it answers.
+    /// Returns the proxy's URL.
     pub(crate) fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// What it has handed on until now.
+    /// Returns the requests that it has passed on so far.
     pub(crate) fn seen(&self) -> Vec<Seen> {
         locked(&self.state.seen).clone()
     }
 
-    /// How many requests it has harmed.
+    /// Returns the number of requests that it has harmed.
     pub(crate) fn harmed(&self) -> usize {
         self.state.harmed.load(Ordering::Relaxed)
     }
@@ -402,7 +402,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether the credentials of a request have expired, which its fault may have done.
+    /// Returns whether the credentials of a request have expired, perhaps by its fault.
     fn is_expired(&self, key: &str, fault: Option<Fault>) -> bool {
         if let Some(fault @ (Fault::KeysExpire | Fault::KeysGo)) = fault {
             (self.replace)(key, fault);
@@ -424,7 +424,7 @@ impl State {
         Head::read(&mut BufReader::new(server)).map(|_| ())
     }
 
-    /// Counts a request: what it is, and what happens to it.
+    /// Counts a request; returns its description and its fault.
     fn count(&self, head: &Head) -> (Seen, Option<Fault>) {
         let target = decoded(head.word(1));
         let (path, query) = target.split_once('?').unwrap_or((&target, ""));
@@ -451,7 +451,7 @@ impl State {
         (Seen { request, has_body: false, answer_has_body: false }, fault)
     }
 
-    /// What happens to a request.
+    /// Returns the fault of a request.
     fn fault(&self, request: &Request) -> Option<Fault> {
         if let Some((from, every)) = self.unanswered.filter(|_| request.is_read()) {
             let number = self.reads.fetch_add(1, Ordering::Relaxed);

@@ -6,7 +6,7 @@ use crate::campaign::{DEADLINE, PATIENT, Place};
 use crate::checkpoint::{begin, save, store};
 use crate::proxy::{Fault, Harm};
 
-/// Whether nothing waits for the answer: whether an index or `COMMIT` is there that was just written, or an index that
+/// Returns whether nothing waits for the answer: a look for an index or `COMMIT` just written, or for an index that
 /// no attempt of ours wrote, and the removal of what the race of two requests left.
 fn is_of_no_matter(what: &str) -> bool {
     let looks = what.starts_with("GET ") || what.starts_with("HEAD ");

@@ -10,10 +10,10 @@ use shardfast_store::{Shared, Store, open_on};
 
 use crate::checkpoint::{is_whole_in, load, save};
 
-/// Of what is to succeed.
+/// Deadline of operations that are to succeed.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Of what meets faults: long enough for a few pauses.
+/// Deadline of operations that meet faults: long enough for a few pauses.
 const SHORT: Duration = Duration::from_millis(700);
 
 /// Runs at a time: they wait more than they work.

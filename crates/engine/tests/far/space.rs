@@ -13,7 +13,7 @@ use crate::checkpoint::{direct, is_whole, save, store};
 /// first. versitygw takes parts as long as there is room, and needs as much again to put them together.
 pub(crate) const SPACE_MIB: u32 = 41;
 
-/// MiB of what stands beside the checkpoints: the 8 MiB of the fourth one find 7.
+/// MiB of files that lie beside the checkpoints: the 8 MiB of the fourth one find 7.
 const BESIDE_MIB: usize = 5;
 
 const SAVES: usize = 3;

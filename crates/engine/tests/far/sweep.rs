@@ -1,4 +1,4 @@
-//! What crashed saves leave on object storage goes, and checkpoints stay.
+//! Tests that debris of crashed saves on object storage is removed, and that checkpoints stay.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! A manifest under the name of another attempt, as a copy of its checkpoint has it.
+//! Renames a manifest to another attempt, as a copy of its checkpoint needs it.
 
 use super::Manifest;
 use super::codec::{ATTEMPT, PATHS};
@@ -7,13 +7,13 @@ use crate::error::Error;
 use crate::name::{attempt_of, check_attempt};
 
 impl Manifest {
-    /// The bytes that the manifest `bytes` has under the name `attempt`: that stands for its own attempt, and for those
-    /// in the paths of its data files. Everything else stays, byte by byte, also what only a later version knows; so
-    /// two manifests describe the same checkpoint if they are equal under one name.
+    /// Replaces the attempt in the encoded manifest `bytes` by `attempt`: in its metadata and in the paths of its data
+    /// files. All other bytes stay, also those that only a later version knows. So two manifests describe the same
+    /// checkpoint if they are equal under one attempt.
     ///
     /// # Errors
-    /// As [`Manifest::decode`]; `Invalid` for what is no attempt; `Unsupported` if the manifest spells its attempt in
-    /// another way than every writer of this project.
+    /// As [`Manifest::decode`]; `Invalid` if `attempt` is no attempt; `Unsupported` if the manifest does not spell its
+    /// attempt as shardfast writes it.
     pub fn under_attempt(bytes: &[u8], attempt: &str) -> Result<Vec<u8>, Error> {
         check_attempt(attempt)?;
         let manifest = Manifest::decode(bytes)?;

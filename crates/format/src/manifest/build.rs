@@ -1,4 +1,4 @@
-//! From leaves in any order to a checked manifest.
+//! Builds a checked manifest from leaves in any order.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -27,23 +27,23 @@ enum Body {
 }
 
 impl ManifestBuilder {
-    /// A manifest of no leaf yet.
+    /// Starts a manifest without leaves.
     pub fn new(info: SaveInfo) -> ManifestBuilder {
         ManifestBuilder { info, files: Vec::new(), leaves: Vec::new() }
     }
 
-    /// Adds a data file; returns its index, for extents.
+    /// Adds a data file; returns its index, which extents refer to.
     pub fn file(&mut self, file: FileEntry) -> u32 {
         self.files.push(file);
         (self.files.len() - 1) as u32
     }
 
-    /// Adds a tensor. The regions tile it; only a tensor without elements may go without.
+    /// Adds a tensor. The regions must tile it; only a tensor without elements may have none.
     pub fn tensor(&mut self, name: &LeafName, dtype: DType, shape: &[u64], layout: &str, regions: &[(Region, Extent)]) {
         self.push(name, layout, Body::Tensor(dtype, Dims::from_slice(shape), regions.to_vec()));
     }
 
-    /// Adds an object: for each distinct value, the ranks that saved it and where it lies.
+    /// Adds an object: for each distinct value, the ranks that saved it and its extent.
     pub fn object(&mut self, name: &LeafName, layout: &str, values: &[(Vec<Range<u32>>, Extent)]) {
         self.push(name, layout, Body::Object(values.to_vec()));
     }

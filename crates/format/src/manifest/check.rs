@@ -1,4 +1,4 @@
-//! All invariants of a manifest, checked once in linear time (plus a sort of file paths).
+//! Checks all invariants of a manifest, once, in linear time (plus a sort of file paths).
 
 use super::{Extent, FileEntry, KIND_ALIAS, KIND_OBJECT, KIND_TENSOR, Manifest, SaveInfo, Strings, span};
 use crate::container::{JSON_BYTES_MAX, LENGTH_BYTES, NDIM_MAX, tensor_bytes};
@@ -8,7 +8,7 @@ use crate::header::DATA_ALIGNMENT;
 use crate::name;
 use crate::region::checked_numel;
 
-/// Most bytes of the user's notes, which are in a header that every reader parses.
+/// Limit of the user's notes, in bytes: they are in a header that every reader parses.
 const USER_BYTES_MAX: usize = 1 << 20;
 
 type Checked = Result<(), Error>;
@@ -51,7 +51,7 @@ impl Strings {
 }
 
 impl Manifest {
-    /// Checks everything and computes what follows from the columns.
+    /// Checks everything and computes the derived columns.
     pub(super) fn check(&mut self) -> Checked {
         check_info(&self.info)?;
         check_files(&self.files)?;
@@ -64,7 +64,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// After this no accessor can reach outside its column.
+    /// Checks lengths and ends, so that no accessor can read outside its column.
     fn check_columns(&self) -> Checked {
         let (l, r, v) = (&self.leaves, &self.regions, &self.values);
         let (n, strings) = (l.kind.len(), self.strings.ends.len());
@@ -103,7 +103,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Runs first, so that kinds of a later version are `Unsupported` and not `Corrupt`.
+    /// Checks that all kinds of leaves are known. Runs first, so that kinds of a later version are `Unsupported`, not
+    /// `Corrupt`.
     fn check_kinds(&self) -> Checked {
         match self.leaves.kind.iter().position(|&kind| kind > KIND_ALIAS) {
             Some(i) => Err(Error::Unsupported(format!(

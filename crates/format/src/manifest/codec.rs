@@ -1,4 +1,4 @@
-//! The manifest's columns in a safetensors file.
+//! Stores the manifest's columns in a safetensors file.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::region::Dims;
 use crate::version::{FORMAT_MAJOR, FORMAT_MINOR, other_major, parse_version};
 
-/// The location of a file of the checkpoint itself.
+/// Location of a file that lies in the checkpoint itself.
 const HERE: u32 = 0;
 
 const FORMAT: &str = "shardfast.format";
@@ -22,17 +22,17 @@ const CREATED: &str = "shardfast.created_unix_ms";
 const WRITER: &str = "shardfast.writer";
 const USER: &str = "user.";
 
-/// The column of the paths of data files.
+/// Name of the column with the paths of data files.
 pub(super) const PATHS: &str = "files.paths";
 
 /// Prefix of columns that a reader may ignore.
 const INFORMATION: &str = "info.";
 
-/// The columns lie on multiples of this many bytes, so that they can be used where they are.
+/// Alignment of a column, in bytes, so that columns can be used in place.
 const COLUMN_ALIGNMENT: u64 = 8;
 
 impl Manifest {
-    /// The manifest as a safetensors file of 1-D columns.
+    /// Encodes the manifest as a safetensors file of 1-D columns.
     pub fn encode(&self) -> Vec<u8> {
         let Manifest { info, files, strings, leaves, regions, values } = self;
         let paths: String = files.iter().map(|file| file.path.as_str()).collect();
@@ -76,11 +76,11 @@ impl Manifest {
         out.into_file(&info_metadata(info))
     }
 
-    /// Reads and checks a manifest. Metadata that this build does not know are ignored, and so are columns that are
-    /// information only.
+    /// Decodes and checks a manifest. Ignores metadata that this build does not know, and columns that are information
+    /// only.
     ///
     /// # Errors
-    /// `Unsupported` for another major version and for what a later minor version adds: required features, columns,
+    /// `Unsupported` for another major version and for additions of a later minor version: required features, columns,
     /// files that lie elsewhere, kinds of leaves, dtypes. `Corrupt` for everything else. All name the feature, column,
     /// leaf or file at fault.
     pub fn decode(bytes: &[u8]) -> Result<Manifest, Error> {
@@ -187,7 +187,7 @@ fn info_of(metadata: BTreeMap<String, String>) -> Result<SaveInfo, Error> {
     })
 }
 
-/// The files, and the location of each.
+/// Returns the files, and the location of each.
 fn files_of(source: &mut Source<'_>) -> Result<(Vec<FileEntry>, Vec<u32>), Error> {
     let paths = source.strings(PATHS, "files.path_ends")?;
     let locations = source.u32s("files.location")?;
@@ -221,7 +221,7 @@ fn check_locations(files: &[FileEntry], locations: &[u32], strings: &Strings) ->
     )))
 }
 
-/// Columns on their way into a file.
+/// Columns that are being written to a file.
 #[derive(Default)]
 struct Columns {
     entries: Vec<(&'static str, DType, u64, (u64, u64))>,
@@ -262,14 +262,14 @@ impl Columns {
     }
 }
 
-/// Columns on their way out of a file.
+/// Columns that are being read from a file.
 struct Source<'a> {
     parsed: Container,
     bytes: &'a [u8],
 }
 
 impl Source<'_> {
-    /// Takes a column out.
+    /// Removes a column and returns its bytes.
     fn column(&mut self, name: &str, dtype: DType) -> Result<&[u8], Error> {
         let Some(place) = self.parsed.entries.iter().position(|entry| entry.name == name) else {
             return Err(Error::Corrupt(format!("manifest: the column {name} is missing")));
@@ -313,7 +313,7 @@ impl Source<'_> {
         Ok(strings)
     }
 
-    /// Checks that no column is left that may change what the others mean.
+    /// Checks that no unknown column is left that may change the meaning of the others.
     fn expect_nothing_else(&self) -> Result<(), Error> {
         match self.parsed.entries.iter().map(|entry| &entry.name).find(|name| !name.starts_with(INFORMATION)) {
             Some(name) => Err(Error::Unsupported(format!(

@@ -1,4 +1,4 @@
-//! The features that a reader of a manifest must know in order to read it correctly.
+//! Checks the features that a reader must know in order to read a manifest correctly.
 
 use crate::error::Error;
 use crate::version::{FORMAT_MAJOR, FORMAT_MINOR, parse_version};
@@ -6,12 +6,12 @@ use crate::version::{FORMAT_MAJOR, FORMAT_MINOR, parse_version};
 /// Longest name of a feature, in bytes.
 const NAME_BYTES_MAX: usize = 64;
 
-/// Checks that the features of `requires` are spelled right and that this build knows all of them. Format 1.0 has none,
-/// so any required feature is of a later version.
+/// Checks that the features of `requires` are spelled correctly and known to this build. Format 1.0 has none, so any
+/// required feature is of a later version.
 ///
 /// # Errors
-/// `Corrupt` for another spelling than `<name>>=<major>.<minor>`, sorted by name, with single spaces between;
-/// `Unsupported` naming every feature and the version that introduced it. `writer` is what wrote the manifest.
+/// `Corrupt` for any spelling but `<name>>=<major>.<minor>`, sorted by name, with single spaces between; `Unsupported`
+/// naming every feature and the version that introduced it. `writer` is the program that wrote the manifest.
 pub(super) fn check(requires: &str, writer: &str) -> Result<(), Error> {
     if requires.is_empty() {
         return Ok(());

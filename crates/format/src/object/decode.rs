@@ -1,4 +1,4 @@
-//! From CBOR to values: strict, and never reserving more than the bytes at hand can fill.
+//! Decodes CBOR into values: strictly, and without reserving more memory than the bytes at hand can fill.
 
 use minicbor::Decoder;
 use minicbor::data::{IanaTag, Type};
@@ -26,10 +26,10 @@ pub fn decode(bytes: &[u8]) -> Result<Value, Error> {
 
 struct Reader<'b> {
     decoder: Decoder<'b>,
-    /// Items that are still missing in the lists and dicts begun so far. Each takes at least a byte, so a count is
-    /// accepted only while the bytes left can hold all of them.
+    /// Items still missing in the lists and dicts begun so far. Each takes at least a byte, so a count is accepted only
+    /// while the bytes left can hold all of them.
     owed: usize,
-    /// What was entered so far.
+    /// Items and containers entered so far.
     counts: Counts,
 }
 
@@ -114,7 +114,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Enters a list or dict of `count` rows of `width` items each.
+    /// Enters a list or dict of `count` rows of `width` items each; returns the number of rows.
     fn owe(&mut self, at: usize, depth: usize, count: Option<u64>, width: usize) -> Result<usize, Error> {
         if depth == DEPTH_MAX {
             return Err(Error::Corrupt(format!("object: byte {at}: nested deeper than {DEPTH_MAX} lists and dicts")));

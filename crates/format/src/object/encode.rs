@@ -1,4 +1,4 @@
-//! From values to CBOR: one spelling for each value, so that equal values have equal bytes.
+//! Encodes values as CBOR: one spelling for each value, so that equal values have equal bytes.
 
 use super::int::u64_of;
 use super::limits::excess;
@@ -7,9 +7,8 @@ use crate::error::Error;
 
 /// Encodes a value. Sets are ordered by their items' encodings, integers and lengths take their shortest form.
 ///
-/// # Errors
-/// `Invalid` for nesting beyond [`DEPTH_MAX`], for a tag whose payload is not what the table says, and for what
-/// [`decode`](super::decode()) would refuse for its size.
+/// `Invalid` for nesting beyond [`DEPTH_MAX`], for a tag whose payload breaks the table, and for a value that
+/// [`decode`](super::decode()) refuses for its size.
 pub fn encode(value: &Value) -> Result<Vec<u8>, Error> {
     let mut out = Writer::default();
     put(&mut out, value, 0)?;
@@ -19,9 +18,9 @@ pub fn encode(value: &Value) -> Result<Vec<u8>, Error> {
     }
 }
 
-/// The same encoding, written value by value without a [`Value`]: a list or a dict is its head and as many values (of a
-/// dict twice as many) behind it. The caller ensures the nesting depth, that the payload of a tag is what the table
-/// says, and that [`counts`](Writer::counts) stay within the limits.
+/// Writes the same encoding value by value, without a [`Value`]: a list or dict is its head, followed by its values
+/// (keys and values of a dict). The caller ensures the nesting depth, that the payload of a tag follows the table, and
+/// that [`counts`](Writer::counts) stay within the limits.
 #[derive(Default)]
 pub struct Writer {
     bytes: Vec<u8>,
@@ -29,17 +28,17 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// `None`.
+    /// Writes a `None`.
     pub fn none(&mut self) {
         self.bytes.push(SIMPLE << 5 | 22);
     }
 
-    /// A `bool`.
+    /// Writes a `bool`.
     pub fn bool(&mut self, value: bool) {
         self.bytes.push(SIMPLE << 5 | (20 + u8::from(value)));
     }
 
-    /// An `int` of 64 bits.
+    /// Writes an `int` of 64 bits.
     #[inline]
     pub fn int(&mut self, value: i64) {
         match u64::try_from(value) {
@@ -48,7 +47,7 @@ impl Writer {
         }
     }
 
-    /// A `float`.
+    /// Writes a `float`.
     #[inline]
     pub fn float(&mut self, value: f64) {
         let mut out = [SIMPLE << 5 | 27; 9];
@@ -56,55 +55,56 @@ impl Writer {
         self.bytes.extend_from_slice(&out);
     }
 
-    /// A `str`.
+    /// Writes a `str`.
     #[inline]
     pub fn text(&mut self, text: &str) {
         self.head(TEXT, text.len() as u64);
         self.bytes.extend_from_slice(text.as_bytes());
     }
 
-    /// The head of `bytes`, which follow.
+    /// Writes the head of `bytes`, which must follow.
     pub fn bytes(&mut self, count: u64) {
         self.head(BYTES, count);
     }
 
-    /// The head of a `list`, whose items follow.
+    /// Writes the head of a `list`, whose items must follow.
     pub fn list(&mut self, items: u64) {
         self.counts.enter(items);
         self.head(LIST, items);
     }
 
-    /// The head of a `dict`, whose entries follow, each a key and its value.
+    /// Writes the head of a `dict`, whose entries must follow, each a key and its value.
     pub fn dict(&mut self, entries: u64) {
         self.counts.enter(2 * entries);
         self.head(DICT, entries);
     }
 
-    /// A tag, whose payload follows.
+    /// Writes a tag, whose payload must follow.
     pub fn tag(&mut self, tag: Tag) {
         self.counts.tag();
         self.head(TAG, tag.number());
     }
 
-    /// A whole value.
+    /// Writes a whole value.
     ///
     /// # Errors
-    /// `Invalid` for nesting beyond [`DEPTH_MAX`] within it, and for a tag whose payload is not what the table says.
+    /// `Invalid` for nesting beyond [`DEPTH_MAX`] within it, and for a tag whose payload breaks the table.
     pub fn value(&mut self, value: &Value) -> Result<(), Error> {
         put(self, value, 0)
     }
 
-    /// What was begun so far, bytes already taken included.
+    /// Returns the items and containers begun so far, in bytes already taken, too.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// What is encoded already: bytes behind their head.
+    /// Writes bytes that are encoded already, such as the bytes behind a head.
     pub fn raw(&mut self, encoded: &[u8]) {
         self.bytes.extend_from_slice(encoded);
     }
 
-    /// The first `bytes` of what is encoded already. As many are copied however few that are, which is quicker.
+    /// Writes the first `bytes` bytes of `encoded`. Copies all 32 and truncates, which is faster than a copy of
+    /// variable length.
     #[inline]
     pub fn short(&mut self, encoded: &[u8; 32], bytes: usize) {
         let end = self.bytes.len() + bytes.min(encoded.len());
@@ -112,29 +112,29 @@ impl Writer {
         self.bytes.truncate(end);
     }
 
-    /// What was written since the last time.
+    /// Returns the bytes written since the last call, and removes them.
     pub fn take(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.bytes)
     }
 
-    /// The end of that, from its byte number `at` on.
+    /// Returns the bytes since the last [`take`](Writer::take), from byte `at` on.
     #[inline]
     pub fn since(&self, at: usize) -> &[u8] {
         &self.bytes[at..]
     }
 
-    /// How many bytes that is.
+    /// Returns the number of bytes since the last [`take`](Writer::take).
     pub fn written(&self) -> usize {
         self.bytes.len()
     }
 
-    /// As if only the first `written` of these bytes had been written, and `counts` been begun by then.
+    /// Truncates to the first `written` bytes since the last [`take`](Writer::take), and resets the counts to `counts`.
     pub fn rewind(&mut self, written: usize, counts: Counts) {
         self.bytes.truncate(written);
         self.counts = counts;
     }
 
-    /// The first byte of an item, and its argument in the shortest form.
+    /// Writes the first byte of an item, and its argument in the shortest form.
     #[inline]
     fn head(&mut self, major: u8, n: u64) {
         if n < 24 {
@@ -146,7 +146,7 @@ impl Writer {
             0x1_0000..0x1_0000_0000 => (26, 4),
             _ => (27, 8),
         };
-        // As many bytes whatever the argument, which is quicker than a copy of this or that length.
+        // Copies a fixed number of bytes, which is faster than a copy of variable length.
         let mut out = [major << 5 | info; 9];
         out[1..].copy_from_slice(&(n << (64 - 8 * argument_bytes)).to_be_bytes());
         let end = self.bytes.len() + 1 + argument_bytes;
@@ -156,7 +156,7 @@ impl Writer {
 }
 
 impl From<Vec<u8>> for Writer {
-    /// One that has written these bytes.
+    /// Starts with these bytes, as if it had written them.
     fn from(bytes: Vec<u8>) -> Writer {
         Writer { bytes, counts: Counts::default() }
     }

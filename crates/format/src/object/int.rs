@@ -1,21 +1,21 @@
 //! Integers of any size.
 
-/// An integer. [`Int::new`] and decoding give the one spelling of each: `Big` only beyond `i64`, without leading zeros.
+/// An integer. [`Int::new`] and decoding yield one spelling each: `Big` only beyond `i64`, without leading zeros.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Int {
-    /// Within `i64`.
+    /// An integer within `i64`.
     Small(i64),
-    /// Beyond.
+    /// An integer beyond `i64`.
     Big {
-        /// Whether it is below zero.
+        /// Sign: `true` below zero.
         negative: bool,
-        /// Its absolute value, big-endian.
+        /// Absolute value, big-endian.
         magnitude_be: Vec<u8>,
     },
 }
 
 impl Int {
-    /// The integer of that sign and absolute value.
+    /// Makes the integer of a sign and an absolute value.
     pub fn new(negative: bool, magnitude_be: &[u8]) -> Int {
         let magnitude = stripped(magnitude_be);
         if magnitude.len() <= 8 {
@@ -27,7 +27,7 @@ impl Int {
         Int::Big { negative, magnitude_be: magnitude.to_vec() }
     }
 
-    /// The integer of a CBOR sign and argument: `n`, or `-1 - n` when negative.
+    /// Makes the integer of a CBOR sign and argument: `n`, or `-1 - n` when negative.
     pub(super) fn of_cbor(negative: bool, n_be: &[u8]) -> Int {
         if !negative {
             return Int::new(false, n_be);
@@ -44,7 +44,7 @@ impl Int {
         Int::new(true, &magnitude)
     }
 
-    /// Sign and CBOR argument, the latter without leading zeros.
+    /// Returns sign and CBOR argument, the latter without leading zeros.
     pub(super) fn to_cbor(&self) -> (bool, Vec<u8>) {
         let (negative, mut magnitude) = match self {
             Int::Small(value) => (*value < 0, value.unsigned_abs().to_be_bytes().to_vec()),
@@ -62,7 +62,7 @@ impl Int {
         (negative, stripped(&magnitude).to_vec())
     }
 
-    /// Whether it is below zero.
+    /// Returns whether the integer is below zero.
     pub fn is_negative(&self) -> bool {
         match self {
             Int::Small(value) => *value < 0,
@@ -77,7 +77,7 @@ impl From<i64> for Int {
     }
 }
 
-/// The number of at most eight big-endian bytes.
+/// Returns the number that at most eight big-endian bytes hold.
 pub(super) fn u64_of(bytes_be: &[u8]) -> u64 {
     bytes_be.iter().fold(0, |value, &byte| value << 8 | u64::from(byte))
 }

@@ -1,12 +1,14 @@
-//! The closed table of kinds of values beyond CBOR's own.
+//! Defines the closed table of kinds of values beyond CBOR's own.
 
 use super::{Int, Value};
 
-/// First number of the table. From the range that anyone may use; not registered, since only Shardfast uses the values.
+/// First number of the table, in CBOR's range for first come, first served; not registered, since only Shardfast uses
+/// it.
 const FIRST: u64 = 57_600;
 
-/// What the payload of a tag means. The table is only ever appended to; a reader that meets an unknown number says
-/// `Unsupported`. Types are named as `module:qualname` and are data: whether to import one is the reader's decision.
+/// Kind of a value, which says what its payload means. The table is append-only; a reader that finds an unknown number
+/// returns `Unsupported`. Types are named as `module:qualname` and are data: whether to import one is the reader's
+/// decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Tag {
@@ -26,7 +28,7 @@ pub enum Tag {
     Range,
     /// `slice`: `[start, stop, step]`, any values.
     Slice,
-    /// `...`: null.
+    /// `...` (Ellipsis): null.
     Ellipsis,
     /// `collections.OrderedDict`: a map.
     OrderedDict,
@@ -83,7 +85,7 @@ pub enum Tag {
 }
 
 impl Tag {
-    /// Every tag, by number.
+    /// All tags, by number.
     pub const ALL: [Tag; 33] = [
         Tag::Tuple,
         Tag::Set,
@@ -120,18 +122,18 @@ impl Tag {
         Tag::Pickle,
     ];
 
-    /// The CBOR tag number.
+    /// Returns the CBOR tag number.
     pub const fn number(self) -> u64 {
         FIRST + self as u64
     }
 
-    /// The tag of a CBOR tag number.
+    /// Returns the tag with the CBOR tag number `number`.
     pub fn from_number(number: u64) -> Option<Tag> {
         let index = usize::try_from(number.checked_sub(FIRST)?).ok()?;
         Tag::ALL.get(index).copied()
     }
 
-    /// The name in the specification and in Python.
+    /// Returns the name in the specification and in Python.
     pub const fn name(self) -> &'static str {
         match self {
             Tag::Tuple => "tuple",
@@ -170,12 +172,12 @@ impl Tag {
         }
     }
 
-    /// The tag of that name.
+    /// Returns the tag called `name`.
     pub fn from_name(name: &str) -> Option<Tag> {
         Tag::ALL.into_iter().find(|tag| tag.name() == name)
     }
 
-    /// The expected payload, if `value` is another one.
+    /// Returns a description of the expected payload if `value` is another one.
     pub fn mismatch(self, value: &Value) -> Option<&'static str> {
         let (fits, expected) = match self {
             Tag::Tuple | Tag::Set | Tag::FrozenSet => (matches!(value, Value::List(_)), "a list"),
@@ -279,7 +281,7 @@ fn type_name(value: &Value) -> bool {
     }
 }
 
-/// A map whose keys are all strings.
+/// Returns whether `value` is a map whose keys are all strings.
 fn named(value: &Value) -> bool {
     matches!(value, Value::Dict(entries) if entries.iter().all(|(key, _)| text(key)))
 }
@@ -288,7 +290,7 @@ fn framework(value: &Value) -> bool {
     matches!(value, Value::Str(name) if name == "torch" || name == "numpy")
 }
 
-/// Whether the bytes are UTF-8 once encoded surrogates (U+D800 to U+DFFF) are taken out.
+/// Returns whether the bytes are UTF-8 once encoded surrogates (U+D800 to U+DFFF) are removed.
 fn surrogatepass(mut bytes: &[u8]) -> bool {
     while let Err(error) = std::str::from_utf8(bytes) {
         match &bytes[error.valid_up_to()..] {
@@ -308,7 +310,7 @@ fn path(value: &Value) -> bool {
     }
 }
 
-/// That many integers, then a zone.
+/// Returns whether `value` is a list of `numbers` integers and a zone.
 fn clock(value: &Value, numbers: usize) -> bool {
     match items(value) {
         Some([fields @ .., zone]) => {

@@ -1,4 +1,4 @@
-//! Bytes of version 1.0 as they were when it was frozen. They are added to, never changed.
+//! Holds bytes of version 1.0, frozen: cases are added, never changed.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ manifest_bytes 12\n\
 manifest_sha256 b802ab9f53cad6bd4004f3c99d9ae71d7a8ff28686bbdc04a30862ee255374dc\n\
 crc64 bca4dd151591dd18\n";
 
-/// The header's JSON in lines whose breaks are not in the file; spaces fill it up to 4096 bytes.
+/// JSON of the header, in lines whose breaks are not in the file; spaces pad it to 4096 bytes.
 const HEADER_JSON: &str = r#"{"__metadata__":{"shardfast.blocks":"0123456789abcdeffedcba9876543210",
 "shardfast.block_bytes":"65536",
 "format":"pt",
@@ -30,7 +30,7 @@ const HEADER_JSON: &str = r#"{"__metadata__":{"shardfast.blocks":"0123456789abcd
 "rng@rank3":{"dtype":"U8",
 "shape":[5],"data_offsets":[65560,65565]}}"#;
 
-/// The manifest's JSON in lines whose breaks are not in the file.
+/// JSON of the manifest, in lines whose breaks are not in the file.
 const MANIFEST_JSON: &str = r#"{"__metadata__":{"shardfast.format":"1.0",
 "shardfast.requires":"",
 "shardfast.attempt":"0123456789abcdef",
@@ -70,7 +70,7 @@ const MANIFEST_JSON: &str = r#"{"__metadata__":{"shardfast.format":"1.0",
 "strings.text":{"dtype":"U8","shape":[28],"data_offsets":[434,462]},
 "files.paths":{"dtype":"U8","shape":[88],"data_offsets":[462,550]}}"#;
 
-/// The manifest's columns, of eight-byte rows, four-byte rows and bytes.
+/// Columns of the manifest: eight-byte rows, four-byte rows and bytes.
 const MANIFEST_COLUMNS: &str = "
     2c00000000000000580000000000000018100000000000000510000000000000001000000000000000100000000000008877665544332211
     88776655443322110500000000000000080000000000000008000000000000000d0000000000000011000000000000001200000000000000

@@ -8,7 +8,7 @@ fn entry(name: &str, dtype: DType, shape: &[u64]) -> EntrySpec {
     EntrySpec { name: name.to_owned(), dtype, shape: Dims::from_slice(shape) }
 }
 
-/// The whole file of those entries, its data filled with a pattern.
+/// Returns the whole file of these entries, its data filled with a pattern.
 fn file_of(entries: &[EntrySpec], metadata: &BTreeMap<String, String>) -> (FileLayout, Vec<u8>) {
     let layout = FileLayout::new(entries, metadata).unwrap();
     let data: Vec<u8> = (0..layout.data_bytes).map(|i| (i * 7 + i / 251) as u8).collect();
@@ -18,7 +18,7 @@ fn file_of(entries: &[EntrySpec], metadata: &BTreeMap<String, String>) -> (FileL
     (layout, file)
 }
 
-/// A file of that JSON, padded as ours are, followed by that much data.
+/// Returns a file of that JSON, padded as ours are, followed by `data_bytes` bytes of data.
 fn file_of_json(json: &str, data_bytes: usize) -> (Vec<u8>, u64) {
     let data_start = (8 + json.len()).next_multiple_of(4096);
     let mut header = ((data_start - 8) as u64).to_le_bytes().to_vec();
@@ -28,7 +28,7 @@ fn file_of_json(json: &str, data_bytes: usize) -> (Vec<u8>, u64) {
     (header, file_bytes)
 }
 
-/// As [`file_of_json`], the JSON's metadata being what they have to be for one block at most.
+/// Parses a file of [`file_of_json`] with these tensors, and with metadata that fit `data_bytes`.
 fn parse_tensors(tensors: &str, data_bytes: usize) -> Result<DataHeader, Error> {
     let crc = "0".repeat(16 * data_bytes.div_ceil(65_536));
     let metadata = format!(r#"{{"shardfast.blocks":"{crc}","shardfast.block_bytes":"65536","format":"pt"}}"#);

@@ -1,4 +1,4 @@
-//! The format as its readers and writers meet it.
+//! Tests the format from outside, as its readers and writers use it.
 #![allow(clippy::single_range_in_vec_init)] // the ranks of a value are ranges, often one
 
 mod commit;

@@ -214,7 +214,7 @@ fn the_builder_refuses_what_a_reader_would() {
     }
 }
 
-/// A manifest's columns and metadata, to be tampered with.
+/// Columns and metadata of a manifest, to be modified.
 #[derive(Clone)]
 struct Table {
     columns: BTreeMap<String, (safetensors::Dtype, Vec<u8>)>,
@@ -270,7 +270,7 @@ fn information_of_a_later_minor_version_is_ignored() {
     assert_eq!(table.decode().unwrap(), manifest());
 }
 
-/// A note that looks like the metadata themselves, and one that names the attempt, stay as they are.
+/// Tests that a note that looks like the metadata, and one that names the attempt, must stay as they are.
 #[test]
 fn under_the_name_of_another_attempt_everything_else_is_the_same() {
     const OTHER: &str = "fedcba9876543210";
@@ -438,7 +438,7 @@ fn every_column_and_every_metadata_is_needed() {
         let data = &mut tampered.columns.get_mut(column).unwrap().1;
         data.extend_from_within(data.len() - width..);
         let found = tampered.decode();
-        // But for one more empty string, which nobody names.
+        // One more empty string, which no leaf uses, is allowed.
         assert!(matches!(&found, Err(Error::Corrupt(_))) || column == "strings.ends", "{column}: {found:?}");
     }
     for key in [

@@ -6,7 +6,7 @@ use shardfast_format::{Error, Int, Tag, Value};
 
 use crate::values::{int, payload, tagged, text};
 
-/// Bit by bit, which `PartialEq` is not for floats.
+/// Compares bit by bit, which `PartialEq` does not do for floats.
 fn same(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Float(a), Value::Float(b)) => a.to_bits() == b.to_bits(),

@@ -1,4 +1,4 @@
-//! A small checkpoint's manifest that holds a bit of everything.
+//! Makes the manifest of a small checkpoint with every kind of leaf.
 
 use std::collections::BTreeMap;
 

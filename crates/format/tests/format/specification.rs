@@ -1,4 +1,4 @@
-//! `docs/format.md` and the code say the same: its tables, and its worked example byte by byte.
+//! Compares `docs/format.md` with the code: its tables, and its worked example byte by byte.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::values::{tagged, text};
 
 const SPECIFICATION: &str = include_str!("../../../../docs/format.md");
 
-/// The rows of the table that follows a heading, cell by cell, without back quotes.
+/// Returns the rows of the table that follows a heading, cell by cell, without back quotes.
 fn table(heading: &str) -> Vec<Vec<String>> {
     let (_, section) = SPECIFICATION.split_once(&format!("\n{heading}\n")).unwrap_or_else(|| panic!("no {heading}"));
     let rows = section.lines().skip_while(|line| !line.starts_with("|--")).skip(1);
@@ -22,7 +22,7 @@ fn table(heading: &str) -> Vec<Vec<String>> {
         .collect()
 }
 
-/// The blocks of the worked example: what they are called after their language, and their text.
+/// Returns the blocks of the worked example: their names, which follow their language, and their texts.
 fn blocks() -> BTreeMap<&'static str, &'static str> {
     let (_, example) = SPECIFICATION.split_once("\n## 12. A worked example\n").unwrap();
     let mut blocks = BTreeMap::new();
@@ -45,7 +45,7 @@ fn hex(bytes: &[u8]) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// A file as the example shows it: its JSON, its total header length, and what follows.
+/// Returns a file as the example shows it: its JSON, its total header length, and the rest.
 fn shown_file(json: &str, data_start: usize, data: &str) -> Vec<u8> {
     let json = json.replace('\n', "");
     let mut file = ((data_start - 8) as u64).to_le_bytes().to_vec();
@@ -56,7 +56,7 @@ fn shown_file(json: &str, data_start: usize, data: &str) -> Vec<u8> {
     file
 }
 
-/// The example, made by the code: its files by name.
+/// Makes the example with the code: its files by name.
 fn example() -> BTreeMap<String, Vec<u8>> {
     let mut files = BTreeMap::new();
     let mut builder = ManifestBuilder::new(SaveInfo {

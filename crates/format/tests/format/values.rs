@@ -1,4 +1,4 @@
-//! Values of every tag.
+//! Makes values of every tag.
 
 use shardfast_format::{Int, Tag, Value};
 
@@ -14,7 +14,7 @@ pub(crate) fn tagged(tag: Tag, payload: Value) -> Value {
     Value::Tagged(tag, Box::new(payload))
 }
 
-/// A payload for each tag, as the table wants it.
+/// Returns a payload for each tag, as the table demands.
 pub(crate) fn payload(tag: Tag) -> Value {
     let list = Value::List;
     let type_name = || text("pkg.mod:Outer.Inner");

@@ -1,5 +1,5 @@
-//! Every decoder against thousands of damaged files: an error or a value that keeps its promises, no panic, and never
-//! more memory than a small multiple of the input.
+//! Runs every decoder over thousands of damaged files. Each must return an error or a value that keeps its promises,
+//! without a panic, and hold no more memory than a small multiple of the input.
 #![allow(clippy::single_range_in_vec_init)] // the ranks of a value are ranges, often one
 #![allow(unsafe_code)] // for the counting allocator below, which is all that needs it
 
@@ -26,11 +26,11 @@ use mutate::{Dice, mutate};
 
 const ROUNDS: usize = 15_000;
 
-/// Bytes that a decoder may hold at once for each byte of input. The worst honest ones: a list of nulls makes a 32-byte
-/// value of each byte, and a map of empty strings a tree node of every six bytes.
+/// Bytes that a decoder may hold at once for each byte of input. The worst honest inputs: a list of nulls makes a
+/// 32-byte value of each byte, and a map of empty strings a tree node of every six bytes.
 const HELD_PER_BYTE_MAX: usize = 33;
 
-/// Bytes that it may hold whatever the input: error messages, buffers of the JSON parser.
+/// Bytes that a decoder may hold for any input: error messages, buffers of the JSON parser.
 const HELD_MAX: usize = 4096;
 
 thread_local! {
@@ -38,7 +38,7 @@ thread_local! {
     static PEAK: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The system's allocator, counting what each thread holds.
+/// The system's allocator, which counts the bytes that each thread holds.
 struct Counting;
 
 fn count(more: usize, less: usize) {
@@ -78,7 +78,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Most bytes that `work` held at once beyond what was held before.
+/// Returns the most bytes that `work` held at once beyond those held before.
 fn peak_of<T>(work: impl FnOnce() -> T) -> (usize, T) {
     let before = HELD.get();
     PEAK.set(before);
@@ -141,7 +141,7 @@ fn values_of_objects() {
     attack(&seeds::objects(), decoders::object::decode, decoders::object::hold);
 }
 
-/// Inputs that make the most of every byte, well-formed up to their last one.
+/// Returns inputs that take the most memory per byte, well-formed up to their last byte.
 #[test]
 fn the_densest_inputs() {
     let object = |bytes: &[u8]| _ = decode_within_bounds(decoders::object::decode, bytes);

@@ -1,6 +1,6 @@
-//! Small damage, by seed.
+//! Damages files slightly, by seed.
 
-/// A stream of numbers that is the same on every run (xorshift64*; Vigna, 2016).
+/// Random numbers that are the same on every run (xorshift64*; Vigna, 2016).
 pub(crate) struct Dice(u64);
 
 impl Dice {
@@ -15,19 +15,19 @@ impl Dice {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// A number below `end`, which is not 0.
+    /// Returns a number below `end`, which must not be 0.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
 
-    /// A number that lengths, counts and offsets do not expect.
+    /// Returns a number that is unusual as a length, count or offset.
     fn extreme(&mut self) -> u64 {
         let edge = 1u64.checked_shl(self.below(66) as u32).unwrap_or(0);
         edge.wrapping_add(self.next() % 5).wrapping_sub(2)
     }
 }
 
-/// `seed` with one to four wounds; `other` is a well-formed file to graft from.
+/// Returns `seed` with one to four changes; `other` is a well-formed file to take bytes from.
 pub(crate) fn mutate(dice: &mut Dice, seed: &[u8], other: &[u8]) -> Vec<u8> {
     let mut bytes = seed.to_vec();
     for _ in 0..=dice.below(4) {
@@ -69,7 +69,7 @@ fn overwrite(bytes: &mut [u8], at: usize, with: &[u8]) {
     bytes[at..end].copy_from_slice(&with[..end - at]);
 }
 
-/// Puts another number in the place of the next decimal one.
+/// Replaces the next decimal number by another one.
 fn renumber(bytes: &mut Vec<u8>, at: usize, number: u64) {
     let Some(start) = bytes[at..].iter().position(u8::is_ascii_digit).map(|skip| at + skip) else { return };
     let digits = bytes[start..].iter().take_while(|byte| byte.is_ascii_digit()).count();

@@ -1,4 +1,4 @@
-//! Well-formed files of every kind, from which the hostile ones are made.
+//! Makes well-formed files of every kind, from which the hostile ones are derived.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use shardfast_format::{BLOCK_BYTES, DType, Dims, EntrySpec, FileLayout, Manifest
 use crate::sample;
 use crate::values::{int, payload, tagged, text};
 
-/// Whole data files.
+/// Returns whole data files.
 pub(crate) fn headers() -> Vec<Vec<u8>> {
     let entry =
         |name: &str, dtype, shape: &[u64]| EntrySpec { name: name.to_owned(), dtype, shape: Dims::from_slice(shape) };
@@ -35,7 +35,7 @@ pub(crate) fn headers() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Manifests.
+/// Returns encoded manifests.
 pub(crate) fn manifests() -> Vec<Vec<u8>> {
     let empty = ManifestBuilder::new(sample::info()).finish().expect("nothing is sound");
     let bytes = sample::manifest().encode();
@@ -51,7 +51,7 @@ pub(crate) fn manifests() -> Vec<Vec<u8>> {
     vec![bytes, empty.encode(), later]
 }
 
-/// Commit records.
+/// Returns encoded commit records.
 pub(crate) fn commits() -> Vec<Vec<u8>> {
     let record = sample::commit(&sample::manifest().encode()).encode();
     let text = String::from_utf8(record.clone()).expect("a record is text");
@@ -60,7 +60,7 @@ pub(crate) fn commits() -> Vec<Vec<u8>> {
     vec![record, later.into_bytes()]
 }
 
-/// Values.
+/// Returns encoded values.
 pub(crate) fn objects() -> Vec<Vec<u8>> {
     let nested = (0..object::DEPTH_MAX).fold(Value::None, |inner, _| Value::List(vec![inner]));
     let plain = Value::Dict(vec![

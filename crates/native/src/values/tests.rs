@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// The encoding of a value that is said in Python.
+/// Returns the encoding of a value given as Python code.
 fn encoded(py: Python<'_>, code: &std::ffi::CStr) -> PyResult<Arc<Encoded>> {
     let value = py.eval(code, None, None)?;
     Ok(Value::new(&value, None, "here")?.encoded)

@@ -1,4 +1,4 @@
-//! Golden steps: what PyTorch's optimizers made of a few steps, in every file under `steps`, replayed bit for bit.
+//! Replays golden steps bit for bit: PyTorch's optimizers recorded a few steps in every file under `steps`.
 //!
 //! `python tests/gpu/record.py` records them on a machine with a device and never replaces one. What was recorded on a
 //! CPU (`--device cpu`) shows that this reader reads and compares.
@@ -11,7 +11,7 @@ use std::path::Path;
 use recorded::Recorded;
 use shardfast_optim::{Device, Instructions, Variant};
 
-/// The text of every file, by its name.
+/// Returns the text of every file, by its name.
 fn files() -> BTreeMap<String, String> {
     let place = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/steps");
     let entries = std::fs::read_dir(&place).unwrap_or_else(|error| panic!("{}: {error}", place.display()));
@@ -24,12 +24,12 @@ fn files() -> BTreeMap<String, String> {
         .collect()
 }
 
-/// The file of AdamW on a CPU.
+/// Returns the file of AdamW on a CPU.
 fn adam() -> String {
     files().remove("adam.fused.cpu.f32.txt").expect("it was recorded on a CPU")
 }
 
-/// Fails unless one of the recorded variants has the bits of all runs with every set of instructions.
+/// Checks that one of the recorded variants has the bits of all runs with every set of instructions.
 fn expect_bits(recorded: &Recorded) -> Result<&'static Variant, String> {
     let mut wrong = String::new();
     for &variant in &recorded.variants {

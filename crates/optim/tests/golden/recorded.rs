@@ -5,14 +5,14 @@ use shardfast_optim::{AdamScalars, Bias, Block, Dtype, Gradient, Instructions, K
 /// A file: steps of one implementation.
 #[derive(Debug)]
 pub(crate) struct Recorded {
-    /// One of them must have the bits of all runs.
+    /// Names of variants, one of which must have the bits of all runs.
     pub(crate) variants: Vec<&'static Variant>,
     gradient: Dtype,
     numels: Vec<usize>,
     pub(crate) runs: Vec<Run>,
 }
 
-/// The bytes of arrays: parameter and moments of each tensor.
+/// Bytes of arrays: parameter and moments of each tensor.
 type Arrays = Vec<Vec<u8>>;
 
 /// Some steps with the same settings.
@@ -21,13 +21,13 @@ pub(crate) struct Run {
     pub(crate) settings: String,
     scalars: Vec<Scalars>,
     before: Arrays,
-    /// Of all tensors in the first step, then in the next one.
+    /// Gradients of all tensors in the first step, then in the next one.
     gradients: Arrays,
     after: Arrays,
 }
 
 impl Recorded {
-    /// Reads a file's text.
+    /// Parses the text of a file.
     pub(crate) fn read(text: &str) -> Result<Recorded, String> {
         let mut parts = text.split("\n\n");
         let head = parts.next().unwrap_or_default();
@@ -71,7 +71,7 @@ impl Recorded {
         })
     }
 
-    /// Whether the variant leaves the recorded bits in a run. All that is not a number counts as the same.
+    /// Returns whether the variant leaves the recorded bits in a run. All NaNs count as the same.
     pub(crate) fn has_bits_of(&self, run: &Run, variant: &Variant, on: Instructions) -> bool {
         let dtypes = variant.dtypes();
         let mut before = run.before.clone();
@@ -101,7 +101,7 @@ impl Recorded {
     }
 }
 
-/// What stands behind `word` in each line that begins with it.
+/// Returns the rest of each line that begins with `word`.
 fn all<'a>(text: &'a str, word: &'a str) -> impl Iterator<Item = &'a str> {
     text.lines().filter_map(move |line| line.strip_prefix(word)?.strip_prefix(' '))
 }
@@ -118,7 +118,7 @@ fn numbers<T: std::str::FromStr>(line: &str) -> Result<Vec<T>, String> {
     line.split(' ').map(|text| text.parse().map_err(|_| format!("{text} is no number"))).collect()
 }
 
-/// The arrays of the lines that begin with `word`, which must have these numbers of elements and dtypes.
+/// Returns the arrays of the lines that begin with `word`, which must have these numbers of elements and dtypes.
 fn arrays(text: &str, word: &str, expected: &[(usize, Dtype)]) -> Result<Arrays, String> {
     let lines: Vec<&str> = all(text, word).collect();
     if lines.len() != expected.len() {
@@ -140,7 +140,8 @@ fn array(line: &str, numel: usize, dtype: Dtype) -> Result<Vec<u8>, String> {
     if found == numel { Ok(bytes) } else { Err(format!("expected {numel} elements, found {found}")) }
 }
 
-/// The scalars of a step: numbers in the order of the fields, behind those of Adam whether its bias is the device's.
+/// Parses the scalars of a step: numbers in the order of the fields, for Adam followed by whether its bias is the
+/// device's.
 fn scalars(kind: Kind, numbers: &[f64]) -> Result<Scalars, String> {
     let (own, of_device) = match (kind, numbers) {
         (Kind::Adam, [own @ .., of_device]) => (own, *of_device != 0.0),

@@ -1,4 +1,4 @@
-//! Every variant against the model, with each set of instructions, on values of every kind.
+//! Compares every variant with the model, with each set of instructions, on values of every kind.
 
 mod random;
 mod refusals;
@@ -11,7 +11,7 @@ use shardfast_optim::{
 use random::Random;
 use sequences::{Element, bf16};
 
-/// A tensor, the gradients of some steps, and what the model makes of it.
+/// A tensor, the gradients of some steps, and the model's result.
 struct Case {
     variant: &'static Variant,
     numel: usize,
@@ -43,7 +43,7 @@ fn values(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Random values as an array of this dtype can hold them.
+/// Draws random values as an array of this dtype can hold them.
 fn random_values(random: &mut Random, dtype: Dtype, numel: usize) -> Vec<f32> {
     (0..numel).map(|_| if dtype == Dtype::F32 { random.value() } else { bf16(random.value()) }).collect()
 }
@@ -82,7 +82,7 @@ impl Case {
         Case { variant, numel, parameter: bytes(dtypes.parameter, &parameter), moments, steps, expected }
     }
 
-    /// Replays blocks that begin at `cuts`, shared among `threads`; the arrays afterwards.
+    /// Replays blocks that begin at `cuts`, shared among `threads`; returns the arrays afterwards.
     fn replayed(&self, on: Instructions, cuts: &[usize], threads: usize) -> (Vec<u8>, Vec<Vec<u8>>) {
         let dtypes = self.variant.dtypes();
         let (mut parameter, mut moments) = (self.parameter.clone(), self.moments.clone());
@@ -139,7 +139,7 @@ impl Case {
     }
 }
 
-/// The part of a step that a block gets.
+/// Returns the part of a step that a block gets.
 fn cut(step: &Option<(GradientOwned, Scalars)>, start: usize, elements: usize) -> Step<'_> {
     let Some((GradientOwned { dtype, values, factor }, scalars)) = step else { return Step::Skipped };
     let values = &values[start * dtype.bytes()..(start + elements) * dtype.bytes()];

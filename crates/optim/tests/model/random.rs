@@ -1,8 +1,8 @@
-//! Numbers from a seed: scalars that optimizers are given, and values of every kind.
+//! Draws numbers from a seed: scalars of optimizers, and values of every kind.
 
 use shardfast_optim::{AdagradScalars, AdamScalars, Bias, Kind, LionScalars, Scalars, SgdScalars, Variant};
 
-/// SplitMix64.
+/// Random numbers by SplitMix64.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -25,12 +25,12 @@ impl Random {
         choices[self.below(choices.len())]
     }
 
-    /// Between -1 and 1.
+    /// Returns a number between -1 and 1.
     fn unit(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
 
-    /// Ordinary ones, denormals, zeros, huge ones, and now and then any bits at all.
+    /// Returns ordinary numbers, denormals, zeros, huge ones, and sometimes any bits at all.
     pub(crate) fn value(&mut self) -> f32 {
         match self.below(16) {
             0 => self.one_of(&[0.0, -0.0]),
@@ -44,7 +44,7 @@ impl Random {
         }
     }
 
-    /// Scalars of a step of `variant`, with the same flags for the same `flags`.
+    /// Returns scalars of a step of `variant`, with the same flags for the same `flags`.
     pub(crate) fn scalars(&mut self, variant: &Variant, flags: u64) -> Scalars {
         let flag = |bit: u32| (flags >> bit) & 1 == 1;
         let lr = f64::from(self.unit().abs()) * 0.1 + 1e-6;

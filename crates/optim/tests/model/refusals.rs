@@ -1,4 +1,4 @@
-//! What does not fit together is refused, and nothing is written.
+//! Tests that arguments that contradict each other are refused, and that nothing is written.
 
 use shardfast_optim::{
     AdagradScalars, AdamScalars, Bias, Block, Dtype, Dtypes, Error, Gradient, Instructions, Kind, LionScalars, Scalars,
@@ -17,7 +17,7 @@ const ADAM: AdamScalars = AdamScalars {
     bias: Bias::Host { correction1: 0.1, correction2_sqrt: 0.1 },
 };
 
-/// What a call with two elements says after `change`; the arrays must be as before.
+/// Returns the error of a call with two elements after `change`, and checks that the arrays are as before.
 struct Call {
     variant: &'static str,
     dtypes: Dtypes,

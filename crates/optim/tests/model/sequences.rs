@@ -1,10 +1,10 @@
-//! A slow model of every variant, one element at a time, written from the sources that `variant.rs` names: each
-//! operation of `f32` is done in `f64` and rounded behind it, which is the same for sums, products, quotients and
-//! roots (53 bits are more than 2 x 24 + 1). It shares nothing with the crate but the scalars.
+//! Models every variant slowly, one element at a time, written from the sources that `variant.rs` names. Each operation
+//! of `f32` is done in `f64` and then rounded, which is the same for sums, products, quotients and roots (53 bits are
+//! more than 2 x 24 + 1). The model shares nothing with the crate but the scalars.
 
 use shardfast_optim::{AdagradScalars, AdamScalars, Bias, LionScalars, Scalars, SgdScalars};
 
-/// One element's parameter, moments and gradient.
+/// Parameter, moments and gradient of one element.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Element {
     pub(crate) p: f32,
@@ -36,7 +36,7 @@ fn fma(a: f32, b: f32, c: f32) -> f32 {
     a.mul_add(b, c)
 }
 
-/// The nearest value of 16 bits: of both neighbours the nearer one, of equally near ones the even one.
+/// Returns the nearest value of 16 bits: the nearer neighbour, of equally near ones the even one.
 pub(crate) fn bf16(x: f32) -> f32 {
     if !x.is_finite() {
         return if x.is_nan() { f32::NAN } else { x };
@@ -56,7 +56,7 @@ fn same(x: f32) -> f32 {
     x
 }
 
-/// Does one step of the variant called `name` to `e`; `is_tail` is the element's place in its tensor.
+/// Does one step of the variant called `name` on `e`; `is_tail` is the element's place in its tensor.
 pub(crate) fn step(name: &str, scalars: &Scalars, is_tail: bool, e: &mut Element) {
     let (implementation, dtype) = name.rsplit_once('.').expect("names end in a dtype");
     let narrow: fn(f32) -> f32 = if dtype == "bf16" { bf16 } else { same };
@@ -95,7 +95,7 @@ fn device(s: &AdamScalars) -> (f32, f32) {
     }
 }
 
-/// `FusedAdamKernel.cpp`, vectors and tail, as compilers contract them.
+/// Models `FusedAdamKernel.cpp`, vectors and tail, as compilers contract them.
 fn adam_fused_cpu(s: &AdamScalars, e: &mut Element, is_tail: bool) {
     let (correction1, root) = host(s);
     let g = if s.maximize { mul(e.g, -1.0) } else { e.g };
@@ -125,7 +125,7 @@ fn adam_fused_cpu(s: &AdamScalars, e: &mut Element, is_tail: bool) {
     e.p = add(e.p, div(mul(step, *m), d));
 }
 
-/// The same kernel compiled for processors without FMA.
+/// Models the same kernel compiled for processors without FMA.
 fn adam_fused_cpu_default(s: &AdamScalars, e: &mut Element, is_tail: bool) {
     let (correction1, root) = host(s);
     let mut g = if s.maximize { -e.g } else { e.g };
@@ -151,7 +151,7 @@ fn adam_fused_cpu_default(s: &AdamScalars, e: &mut Element, is_tail: bool) {
     e.p = sub(e.p, div(mul((s.lr / correction1) as f32, e.state[0]), d));
 }
 
-/// `adam_math` of `fused_adam_utils.cuh`; all `f32`.
+/// Models `adam_math` of `fused_adam_utils.cuh`; all `f32`.
 fn adam_fused_cuda(s: &AdamScalars, e: &mut Element, contracts: bool) {
     let (correction1, root) = device(s);
     let (lr, beta1, beta2, decay) = (s.lr as f32, s.beta1 as f32, s.beta2 as f32, s.weight_decay as f32);
@@ -175,7 +175,7 @@ fn adam_fused_cuda(s: &AdamScalars, e: &mut Element, contracts: bool) {
     e.p = sub(e.p, div(mul(step, *m), d));
 }
 
-/// `_single_tensor_adam` and `_multi_tensor_adam` of `adam.py`, operation by operation.
+/// Models `_single_tensor_adam` and `_multi_tensor_adam` of `adam.py`, operation by operation.
 fn adam_by_operations(s: &AdamScalars, e: &mut Element, implementation: &str, narrow: fn(f32) -> f32) {
     let mut g = if s.maximize { -e.g } else { e.g };
     if s.weight_decay != 0.0 {
@@ -225,12 +225,12 @@ fn adam_by_operations(s: &AdamScalars, e: &mut Element, implementation: &str, na
     };
 }
 
-/// `std::max`.
+/// Returns the larger one as `std::max` does.
 fn std_max(a: f32, b: f32) -> f32 {
     if a < b { b } else { a }
 }
 
-/// The larger one as vectors and lists of tensors take it: the second of equal ones.
+/// Returns the larger one as vectors and lists of tensors take it: the second of equal ones.
 fn vector_max(a: f32, b: f32) -> f32 {
     match (a.is_nan(), b.is_nan()) {
         (true, _) => a,
@@ -240,7 +240,7 @@ fn vector_max(a: f32, b: f32) -> f32 {
     }
 }
 
-/// The larger one as `fmaxf` of a device takes it, with what is not a number kept.
+/// Returns the larger one as `fmaxf` of a device takes it, but keeps NaNs.
 fn device_max(a: f32, b: f32) -> f32 {
     match (a.is_nan() || b.is_nan(), a == 0.0 && b == 0.0) {
         (true, _) => f32::NAN,
@@ -249,7 +249,7 @@ fn device_max(a: f32, b: f32) -> f32 {
     }
 }
 
-/// `FusedSGDKernel.cpp`, `FusedSgdKernel.cu` and `sgd.py`.
+/// Models `FusedSGDKernel.cpp`, `FusedSgdKernel.cu` and `sgd.py`.
 fn sgd(s: &SgdScalars, e: &mut Element, implementation: &str, is_tail: bool, narrow: fn(f32) -> f32) {
     let of_operations = !implementation.starts_with("sgd.fused");
     let narrow = if of_operations { narrow } else { same };
@@ -280,7 +280,7 @@ fn sgd(s: &SgdScalars, e: &mut Element, implementation: &str, is_tail: bool, nar
     e.p = mul_add(g, (-s.lr) as f32, e.p);
 }
 
-/// `FusedAdagradKernel.cpp` and `adagrad.py`.
+/// Models `FusedAdagradKernel.cpp` and `adagrad.py`.
 fn adagrad(s: &AdagradScalars, e: &mut Element, implementation: &str, narrow: fn(f32) -> f32) {
     let is_fused = implementation.starts_with("adagrad.fused");
     let narrow = if is_fused { same } else { narrow };
@@ -300,7 +300,7 @@ fn adagrad(s: &AdagradScalars, e: &mut Element, implementation: &str, narrow: fn
     };
 }
 
-/// `adagrad_math` of `fused_adagrad_utils.cuh`: scalars are `f64`, and what they meet becomes it.
+/// Models `adagrad_math` of `fused_adagrad_utils.cuh`: scalars are `f64`, and operations with them are, too.
 fn adagrad_fused_cuda(s: &AdagradScalars, e: &mut Element, contracts: bool) {
     let mut g = if s.maximize { -e.g } else { e.g };
     if s.weight_decay != 0.0 {
@@ -312,7 +312,7 @@ fn adagrad_fused_cuda(s: &AdagradScalars, e: &mut Element, contracts: bool) {
     e.p = (f64::from(e.p) - s.corrected_lr * f64::from(g) / deviation) as f32;
 }
 
-/// Both published references.
+/// Models both published references.
 fn lion(s: &LionScalars, e: &mut Element, implementation: &str, narrow: fn(f32) -> f32) {
     let (beta1, weight1) = (s.beta1 as f32, (1.0 - s.beta1) as f32);
     let (beta2, weight2) = (s.beta2 as f32, (1.0 - s.beta2) as f32);

@@ -1,4 +1,4 @@
-//! What one rank reads, for itself and for others, and what it receives from them.
+//! Plans which chunks one rank reads, for itself and for others, and which it receives.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
@@ -11,57 +11,57 @@ use super::{Common, Sets, Wanted};
 use crate::error::{Error, Problems};
 use crate::load::Piece;
 
-/// The most blocks in a chunk.
+/// Largest number of blocks in a chunk.
 pub const CHUNK_BLOCKS_MAX: u32 = 15;
 
-/// One rank's part in a shared load.
+/// Plan of one rank for a shared load.
 #[derive(Debug, Clone)]
 pub struct Sharing {
     rank: u32,
     items: Vec<Item>,
-    /// By file, first byte and item: in the same order on every rank that knows them.
+    /// Parts by file, first byte and item: in the same order on every rank that knows them.
     parts: Vec<Part>,
-    /// The largest end of the parts of a file up to each of them.
+    /// Largest end in its file of each part and those before it.
     reach: Vec<u64>,
-    /// Where in `parts` those of this rank's own items stand.
+    /// Indices in `parts` of this rank's own items.
     own: Vec<u32>,
     sets: Sets,
     chunk_bytes: u64,
     run_bytes: u64,
-    /// Of each file: where its data begin and end.
+    /// Range of each file's data.
     files: Vec<Range<u64>>,
 }
 
-/// What is wanted, by whom, and which of this rank's wants it is.
+/// A wanted item: the set of ranks that want it, and its index among this rank's wants.
 #[derive(Debug, Clone)]
 struct Item {
     set: u32,
     own: Option<u32>,
 }
 
-/// Whole blocks of a file, each of which the same ranks want.
+/// Whole blocks of a file that the same ranks want.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chunk {
     /// Index of the file in the manifest.
     pub file: u32,
-    /// Absolute offsets in the file.
+    /// Range in the file, in bytes.
     pub range: Range<u64>,
-    /// Where the last element ends that begins in the chunk: the end of the range, or in the next block.
+    /// End of the last element that begins in the chunk: the end of the range, or in the next block.
     pub end: u64,
-    /// The ranks that want it, ascending; this one is among them.
+    /// Ranks that want it, ascending, this one included.
     pub wanters: Arc<[u32]>,
-    /// The one of them that reads it.
+    /// Rank that reads it, one of `wanters`.
     pub reader: u32,
 }
 
 impl Sharing {
     /// Plans for `rank`, which wants `wants` and has `common` with others, by [`share`](super::share). A file's data
-    /// are cut into runs of `run_bytes`, and one rank reads all chunks of a run that the same ranks want: storage that
-    /// takes requests reads a run in one. A run is at least as long as a chunk. All ranks that have something in common
-    /// must give the same `chunk_blocks`, 1 to [`CHUNK_BLOCKS_MAX`], and the same `run_bytes`.
+    /// are cut into runs of `run_bytes`, at least as long as a chunk. One rank reads all chunks of a run that the same
+    /// ranks want, since object storage reads a run in one request. All ranks that have something in common must pass
+    /// the same `chunk_blocks`, 1 to [`CHUNK_BLOCKS_MAX`], and the same `run_bytes`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when a want is no part of the checkpoint, or what is common does not fit the wants.
+    /// [`Error::Invalid`] when a want is no part of the checkpoint, or `common` does not fit the wants.
     pub fn new(
         manifest: &Manifest,
         rank: u32,
@@ -72,7 +72,7 @@ impl Sharing {
     ) -> Result<Sharing, Error> {
         let mut sets = Sets::default();
         let ids: Vec<u32> = common.sets.iter().map(|set| sets.of(set.iter().cloned().flatten().collect())).collect();
-        let misfit = || Error::Invalid(Problems(vec!["what is common with other ranks does not fit".to_owned()]));
+        let misfit = || Error::Invalid(Problems(vec!["shared regions do not match the wants of a rank".to_owned()]));
         let id = |set: &u32| ids.get(*set as usize).copied().ok_or_else(misfit);
         if common.own.len() != wants.len() || !(1..=CHUNK_BLOCKS_MAX).contains(&chunk_blocks) {
             return Err(misfit());
@@ -102,17 +102,17 @@ impl Sharing {
         Ok(Sharing { rank, items, parts, reach, own, sets, chunk_bytes, run_bytes, files })
     }
 
-    /// The rank whose plan this is.
+    /// Returns the rank whose plan this is.
     pub fn rank(&self) -> u32 {
         self.rank
     }
 
-    /// Bytes of all that this rank wants, each want counted by itself.
+    /// Returns the bytes of all wants of this rank, each counted by itself.
     pub fn bytes(&self) -> u64 {
         self.own.iter().map(|&own| self.parts[own as usize].bytes()).sum()
     }
 
-    /// Every rank with which this one has something in common, ascending.
+    /// Returns every rank with which this one has something in common, ascending.
     pub fn peers(&self) -> Vec<u32> {
         let sets = self.items.iter().map(|item| item.set).collect::<BTreeSet<u32>>();
         let ranks = sets.into_iter().flat_map(|set| self.sets.ranks(set).iter().copied());
@@ -120,7 +120,7 @@ impl Sharing {
         ranks.into_iter().collect()
     }
 
-    /// All that this rank wants, by file and offset, computed as it is taken.
+    /// Returns the chunks that this rank wants, by file and offset, computed lazily.
     pub fn chunks(&self) -> Chunks<'_> {
         Chunks {
             sharing: self,
@@ -133,7 +133,8 @@ impl Sharing {
         }
     }
 
-    /// What this rank takes of the elements that begin in `range` of a file. [`Piece::want`] is the index of its want.
+    /// Returns the pieces for this rank's wants of the elements that begin in `range` of a file. [`Piece::want`] is the
+    /// index of its want.
     pub fn own_pieces(&self, file: u32, range: Range<u64>) -> Vec<Piece> {
         let mut out = Vec::new();
         for part in self.parts_in(file, &range) {
@@ -144,8 +145,8 @@ impl Sharing {
         out
     }
 
-    /// What the other ranks take of a chunk, those together that take the same. Each of them finds the same pieces, in
-    /// this order, with [`own_pieces`](Sharing::own_pieces).
+    /// Returns the pieces of a chunk for the other ranks, grouped by ranks that take the same. Each of them computes
+    /// the same pieces, in this order, with [`own_pieces`](Sharing::own_pieces).
     pub fn pieces_of_others(&self, chunk: &Chunk) -> Vec<(Vec<u32>, Vec<Piece>)> {
         let parts: Vec<&Part> = self.parts_in(chunk.file, &chunk.range).collect();
         let set = |part: &Part| self.items[part.item as usize].set;
@@ -169,7 +170,7 @@ impl Sharing {
         groups.into_iter().map(|(is_in, ranks)| (ranks, pieces(is_in))).collect()
     }
 
-    /// The parts that reach into a range of a file, in their order.
+    /// Returns the parts that reach into a range of a file, in their order.
     fn parts_in(&self, file: u32, range: &Range<u64>) -> impl Iterator<Item = &Part> {
         let behind = self.parts.partition_point(|part| (part.file, part.begin) < (file, range.end));
         let mut first = behind;
@@ -180,7 +181,7 @@ impl Sharing {
         self.parts[first..behind].iter().filter(move |part| part.end > start)
     }
 
-    /// Where the last element ends that begins in these blocks.
+    /// Returns the end of the last element that begins in these blocks.
     fn end(&self, file: u32, chunk: &Range<u64>) -> u64 {
         let mut end = chunk.end;
         for part in self.parts_in(file, chunk) {
@@ -196,26 +197,26 @@ impl Sharing {
     }
 }
 
-/// The chunks of a rank; see [`Sharing::chunks`].
+/// Iterator over the chunks of a rank; see [`Sharing::chunks`].
 #[derive(Debug)]
 pub struct Chunks<'a> {
     sharing: &'a Sharing,
     sets: Sets,
     dealt: HashMap<u32, Dealt>,
     next_own: usize,
-    /// The file and the cell that come next. Cells are the places of chunks: as long as the longest of them.
+    /// File and cell that come next. Cells are the places of chunks: as long as the longest of them.
     place: (u32, u64),
-    /// The cell behind the last one that this rank's parts up to `next_own` reach.
+    /// Cell after the last one that this rank's parts up to `next_own` reach.
     reach: u64,
     ready: VecDeque<Chunk>,
 }
 
-/// What the ranks of a set read for each other so far.
+/// Reads that the ranks of a set have done for each other so far.
 #[derive(Debug, Default)]
 struct Dealt {
-    /// The bytes that each of them reads.
+    /// Bytes that each rank of the set reads.
     bytes: Vec<u64>,
-    /// The file and the run of the last chunk, and the number of its reader among them.
+    /// File and run of the last chunk, and the index of its reader.
     last: Option<((u32, u64), usize)>,
 }
 
@@ -232,7 +233,7 @@ impl Iterator for Chunks<'_> {
 }
 
 impl Chunks<'_> {
-    /// The next cell into which this rank's parts reach.
+    /// Returns the next cell into which this rank's parts reach.
     fn next_cell(&mut self) -> Option<(u32, u64)> {
         let sharing = self.sharing;
         loop {
@@ -256,13 +257,13 @@ impl Chunks<'_> {
         }
     }
 
-    /// The chunks of a cell.
+    /// Cuts a cell into chunks.
     fn cut(&mut self, file: u32, cell: u64) {
         let sharing = self.sharing;
         let data = &sharing.files[file as usize];
         let start = data.start + cell * sharing.chunk_bytes;
         let range = start..(start + sharing.chunk_bytes).min(data.end);
-        // The blocks, as bits, in which something begins that a set of ranks wants.
+        // Blocks, as bits, in which an element begins that a set of ranks wants.
         let mut blocks_of: BTreeMap<u32, u32> = BTreeMap::new();
         let mut own = 0;
         for part in sharing.parts_in(file, &range) {
@@ -300,8 +301,8 @@ impl Chunks<'_> {
         }
     }
 
-    /// The rank that reads the next bytes that a set of ranks wants: the one that reads the other ones of their run,
-    /// else the one that has read the least of what the set wants so far.
+    /// Returns the rank that reads the next bytes that a set of ranks wants: the reader of the other bytes of their
+    /// run, else the rank that has read the least for the set so far.
     fn deal(&mut self, set: u32, run: (u32, u64), bytes: u64) -> u32 {
         let ranks = self.sets.ranks(set);
         let dealt = self.dealt.entry(set).or_default();

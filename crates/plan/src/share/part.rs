@@ -1,4 +1,4 @@
-//! Where what a rank wants lies in the files: parts of saved regions, cut at any byte without looking at the rest.
+//! Locates wants in the files as parts of saved regions, and cuts them at any byte without looking at the rest.
 
 use shardfast_format::manifest::{Extent, LeafKind, Manifest};
 use shardfast_format::{BLOCK_BYTES, Dims, Region};
@@ -8,26 +8,26 @@ use crate::error::{Error, Problems};
 use crate::index::Index;
 use crate::load::Piece;
 
-/// What an item and a saved region (or an encoded value) have in common, as it lies in a file.
+/// Common part of an item and a saved region (or an encoded value), as it lies in a file.
 #[derive(Debug, Clone)]
 pub(super) struct Part {
     /// Index of the item.
     pub(super) item: u32,
     pub(super) file: u32,
-    /// First byte of the first element, and the one behind the last element.
+    /// First byte of the first element, and the one after the last element.
     pub(super) begin: u64,
     pub(super) end: u64,
     item_bytes: u64,
-    /// Where the saved region begins in the file.
+    /// Offset of the saved region in the file, in bytes.
     base: u64,
     saved_lengths: Dims,
-    /// The common box, in the saved region.
+    /// Common box, in the saved region.
     common: Region,
     /// First index of the common box in the item's region.
     dst_offsets: Dims,
 }
 
-/// The parts of every item, item by item.
+/// Returns the parts of every item, item by item.
 ///
 /// # Errors
 /// [`Error::Invalid`] when an item is no part of the checkpoint.
@@ -38,7 +38,7 @@ pub(super) fn parts<'a>(manifest: &Manifest, items: impl Iterator<Item = &'a Wan
     for group in by_leaf.chunk_by(|a, b| a.1.leaf == b.1.leaf) {
         let leaf = group[0].1.leaf as usize;
         let unknown = |region: &Region| {
-            Error::Invalid(Problems(vec![format!("leaf {leaf}, {region}: wanted, and no part of the checkpoint")]))
+            Error::Invalid(Problems(vec![format!("{region} of leaf {leaf} is no part of the checkpoint")]))
         };
         if leaf >= manifest.len() {
             return Err(unknown(&group[0].1.region));
@@ -96,12 +96,12 @@ impl Part {
         part
     }
 
-    /// Bytes of its elements.
+    /// Returns the bytes of its elements.
     pub(super) fn bytes(&self) -> u64 {
         self.common.numel() * self.item_bytes
     }
 
-    /// Distance from one element of the saved region to the next, per dimension, in bytes.
+    /// Returns the distance from one element of the saved region to the next, per dimension, in bytes.
     fn strides(&self) -> Dims {
         let mut strides = Dims::from_elem(self.item_bytes, self.saved_lengths.len());
         for d in (1..strides.len()).rev() {
@@ -110,7 +110,7 @@ impl Part {
         strides
     }
 
-    /// The elements that begin in `start..end` of the file, as at most `2 * ndim - 1` pieces in row-major order.
+    /// Visits the elements that begin in `start..end` of the file, as at most `2 * ndim - 1` pieces in row-major order.
     pub(super) fn pieces(&self, start: u64, end: u64, mut visit: impl FnMut(Piece)) {
         if self.end <= start || end <= self.begin {
             return;
@@ -133,7 +133,7 @@ impl Part {
             piece(&self.common);
             return;
         }
-        // The elements of the saved region that begin there are one run of it.
+        // The elements of the saved region that begin in the range are one run of it.
         let numel = self.saved_lengths.iter().product::<u64>();
         let position = |at: u64| at.saturating_sub(self.base).div_ceil(self.item_bytes).min(numel);
         for run in Region::flat_run(&self.saved_lengths, position(start), position(end)) {
@@ -143,13 +143,13 @@ impl Part {
         }
     }
 
-    /// Whether an element of the saved region begins before this byte of the file and ends behind it.
+    /// Returns whether an element of the saved region begins before byte `at` of the file and ends after it.
     pub(super) fn is_cut_at(&self, at: u64) -> bool {
         !at.saturating_sub(self.base).is_multiple_of(self.item_bytes)
     }
 
-    /// Calls `visit(first, last)` with the bytes at which elements begin between `start` and `end`: no whole block lies
-    /// between `first` and `last` in which none begins.
+    /// Calls `visit(first, last)` with runs of bytes at which elements begin between `start` and `end`. Every block
+    /// from `first` to `last` has one.
     pub(super) fn runs(&self, start: u64, end: u64, mut visit: impl FnMut(u64, u64)) {
         self.pieces(start, end, |piece| {
             let mut span = 0;
@@ -174,7 +174,7 @@ impl Part {
     }
 }
 
-/// Distance in bytes of an index from the first element.
+/// Returns the distance of an index from the first element, in bytes.
 fn dot(index: &[u64], strides: &[u64]) -> u64 {
     index.iter().zip(strides).map(|(i, stride)| i * stride).sum()
 }

@@ -1,4 +1,4 @@
-//! Which items touch the same blocks: one pass over each file.
+//! Finds the items that touch the same blocks, in one pass over each file.
 
 use std::collections::HashSet;
 
@@ -7,24 +7,24 @@ use shardfast_format::{BLOCK_BYTES, Manifest};
 use super::Sets;
 use super::part::Part;
 
-/// What a pass found.
+/// Result of a pass.
 pub(super) struct Swept {
-    /// Pairs of items of which something lies in one block, both ways round, sorted; only those of different ranks.
+    /// Pairs of items of different ranks that share a block, both ways round, sorted.
     pairs: Vec<(u32, u32)>,
     pub(super) bytes_for_each: u64,
     pub(super) bytes_for_all: u64,
 }
 
-/// A part's blocks.
+/// Blocks of a part.
 struct Span {
     file: u32,
     first: u64,
-    /// The block behind the last one.
+    /// Block after the last one.
     end: u64,
     item: u32,
 }
 
-/// Finds the pairs of items that touch the same blocks; `None` when the answers to ranks would have more than
+/// Finds the pairs of items that touch the same blocks. Returns `None` when the answers to ranks would have more than
 /// `others_max` items of other ranks.
 pub(super) fn sweep(
     manifest: &Manifest,
@@ -68,7 +68,7 @@ pub(super) fn sweep(
 }
 
 impl Swept {
-    /// The items that have a block in common with this one and other ranks.
+    /// Returns the items of other ranks that share a block with `item`.
     pub(super) fn beside(&self, item: u32) -> impl Iterator<Item = u32> {
         let first = self.pairs.partition_point(|&(a, _)| a < item);
         self.pairs[first..].iter().take_while(move |&&(a, _)| a == item).map(|&(_, b)| b)
@@ -81,7 +81,7 @@ struct Active {
     item: u32,
 }
 
-/// How far the pass has come, and what reaches beyond.
+/// Position of a pass, and the spans that reach beyond it.
 struct Pass {
     active: Vec<Active>,
     at: u64,
@@ -90,7 +90,7 @@ struct Pass {
 }
 
 impl Pass {
-    /// Counts the blocks up to a place, and forgets what ends before it.
+    /// Counts the blocks up to a place, and drops the spans that end before it.
     fn go_to(&mut self, (file, block): (u32, u64), sets: &mut Sets, set_of: &[u32]) {
         while let Some(first) = self.active.iter().map(|active| active.end).min() {
             let is_here = self.active[0].file == file;
@@ -100,7 +100,7 @@ impl Pass {
                 known.sort_unstable();
                 known.dedup();
                 let union = sets.union(&known);
-                // The manifest's size of a file may be any number until the file was looked at.
+                // The manifest may give any size for a file until the file was looked at.
                 let each = (to - self.at).saturating_mul(sets.ranks(union).len() as u64);
                 self.for_each = self.for_each.saturating_add(each);
                 self.for_all = self.for_all.saturating_add(to - self.at);

@@ -1,4 +1,4 @@
-//! Plans around writes that have begun.
+//! Tests plans around writes that have begun.
 
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 use shardfast_plan::{Error, Rows, Write, amend, save};

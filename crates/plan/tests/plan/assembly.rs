@@ -1,4 +1,4 @@
-//! What ranks wrote, put together, and what is said when it is not all of it once.
+//! Tests the assembly of ranks' writes, and the errors when elements are missing or written twice.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +28,7 @@ fn builder(world: u32) -> ManifestBuilder {
     builder
 }
 
-/// A rank's word on a tensor.
+/// Report of a rank about a tensor.
 struct Said<'a> {
     rank: u32,
     name: &'a LeafName,
@@ -37,7 +37,7 @@ struct Said<'a> {
     regions: Vec<Region>,
 }
 
-/// Each rank has one file and writes into it front to back.
+/// Simulates ranks with one file each, written front to back.
 fn assemble(world: u32, said: &[Said]) -> Result<Manifest, Error> {
     let mut builder = builder(world);
     let mut assembly = Assembly::default();
@@ -66,8 +66,8 @@ fn problems(world: u32, said: &[Said]) -> Vec<String> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whoever writes what, and in whatever order the ranks are heard: everything once is a manifest, and anything less
-    /// or more is not.
+    /// Tests every choice of writers and every order of reports: all elements exactly once make a manifest, and
+    /// anything less or more does not.
     #[test]
     fn all_of_each_tensor_once_is_a_manifest(
         job in job(3),

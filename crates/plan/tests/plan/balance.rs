@@ -1,4 +1,4 @@
-//! How even the writing is, held against what no plan can beat.
+//! Tests how even the writing is, against a bound that no plan can beat.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ struct Tensor {
     rows: u64,
     row: u64,
     mask: u32,
-    /// Whether it is the lower half of a tensor, of which each rank by itself holds the upper half's single row.
+    /// `true` for the lower half of a tensor of which each rank alone holds the upper half's single row.
     whole: bool,
 }
 
@@ -82,20 +82,21 @@ fn heaviest(catalogs: &[Catalog], plan: &[Vec<Write>]) -> u64 {
     (0..catalogs.len()).map(load).max().unwrap()
 }
 
-/// What each rank writes alone, and what it shares, as (bytes, mask).
+/// Returns the bytes that each rank writes alone, and the shared ones as (bytes, mask).
 fn pieces(tensors: &[Tensor]) -> Vec<(u64, u32)> {
     let lone = |tensor: &Tensor| (!tensor.whole).then(|| (tensor.row, 1 << tensor.mask.trailing_zeros()));
     tensors.iter().flat_map(|tensor| [Some((tensor.bytes(), tensor.mask)), lone(tensor)]).flatten().collect()
 }
 
-/// The lowest highest load of any sharing, however fine: ranks together cannot have less than what only they hold.
+/// Returns the lowest highest load of any sharing, however fine: ranks together have at least the bytes that only they
+/// hold.
 fn least(world: u32, tensors: &[Tensor]) -> u64 {
     let within =
         |set: u32| -> u64 { pieces(tensors).iter().filter(|(_, mask)| mask & !set == 0).map(|(n, _)| n).sum() };
     (1..1u32 << world).map(|set| within(set).div_ceil(u64::from(set.count_ones()))).max().unwrap()
 }
 
-/// Worst-Fit decreasing in so many words.
+/// Computes Worst-Fit decreasing directly.
 fn worst_fit(world: u32, tensors: &[Tensor]) -> u64 {
     let mut loads = vec![0u64; world as usize];
     let (lone, mut shared): (Vec<_>, Vec<_>) =
@@ -111,8 +112,8 @@ fn worst_fit(world: u32, tensors: &[Tensor]) -> u64 {
     loads.into_iter().max().unwrap()
 }
 
-/// The most bytes of small parts that stay together: a block, or all below one name, of one key and one set of holders.
-/// The names here have no dots, so all of a key are below one.
+/// Returns the most bytes of small parts that stay together: a block, or all below one name, of one key and one set of
+/// holders. The names here have no dots, so all of a key are below one.
 fn together(tensors: &[Tensor]) -> u64 {
     let mut below: BTreeMap<(bool, u32), u64> = BTreeMap::new();
     for tensor in tensors.iter().filter(|tensor| tensor.bytes() <= BLOCK / 4 && tensor.mask.count_ones() > 1) {
@@ -165,8 +166,8 @@ proptest! {
     }
 }
 
-/// Ranks share large tensors, and some of them also a small one, which is not cut. The planner once gave the small one
-/// to a rank whose tolerance the large ones had used up.
+/// Tests large shared tensors, some of whose ranks also share a small one, which is not cut. The planner once gave the
+/// small one to a rank whose tolerance the large ones had used up.
 #[test]
 fn a_small_tensor_does_not_come_on_top_of_the_tolerance() {
     let tensor = |rows, row, mask, whole| Tensor { rows, row, mask, whole };
@@ -177,7 +178,7 @@ fn a_small_tensor_does_not_come_on_top_of_the_tolerance() {
     check(4, &rows.map(|(rows, mask)| tensor(rows, 8, mask, true))).unwrap();
 }
 
-/// Any sharing is even where everybody holds everything: the DDP of a large model, and of a larger job.
+/// Tests that any sharing is even if every rank holds everything: the DDP of a large model, and of a larger job.
 #[test]
 fn replicas_on_every_rank_are_cut_little_and_level() {
     let tensors: Vec<Tensor> = (0..1024u64)
@@ -199,7 +200,8 @@ fn replicas_on_every_rank_are_cut_little_and_level() {
     assert!(pieces <= 2 * WORLD as usize, "{pieces} pieces");
 }
 
-/// Data parallel replicas of a model and its optimizer: the weights stay whole, so that others can open them.
+/// Tests data parallel replicas of a model and its optimizer: the weights stay whole, so that other programs can open
+/// them.
 #[test]
 fn weights_stay_whole_while_optimizer_states_can_be_cut() {
     let leaf = |key: &str, name: &str, rows: u64| {

@@ -1,4 +1,4 @@
-//! The linear proof of coverage agrees with counting, and what it blames is to blame.
+//! Tests that the linear proof of coverage agrees with counting, and that it names a real flaw.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use shardfast_plan::{Flaw, tiles};
 
 use crate::spread::{boxes, shape};
 
-/// What goes wrong with one of the regions: it is moved or stretched in a dimension, doubled or dropped.
+/// Damage to one region: moved or stretched in a dimension, doubled or dropped.
 #[derive(Debug, Clone)]
 enum Mishap {
     Move(usize, usize, u64),

@@ -1,4 +1,4 @@
-//! Distributed optimizers: flat shards of a buffer of many tensors, loaded as flat shards again or as boxes.
+//! Tests distributed optimizers: flat shards of a buffer of many tensors, loaded as flat shards again or as boxes.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ fn numel(tensor: usize) -> u64 {
     shape(tensor).iter().product()
 }
 
-/// The regions of each tensor that one of `dp` ranks has of a buffer of all of them, cut evenly.
+/// Returns the regions of each tensor that one of `dp` ranks has of a buffer of all of them, cut evenly.
 fn shard(dp: u64, rank: u64) -> Vec<(usize, Region)> {
     let total: u64 = (0..TENSORS).map(numel).sum();
     let (start, stop) = (total * rank / dp, total * (rank + 1) / dp);
@@ -31,7 +31,7 @@ fn shard(dp: u64, rank: u64) -> Vec<(usize, Region)> {
     out
 }
 
-/// What `dp` ranks write, a file each, and the number of regions.
+/// Returns the writes of `dp` ranks, a file each, and the number of regions.
 fn saved(dp: u64) -> (Manifest, usize) {
     let info = SaveInfo {
         attempt: "0123456789abcdef".to_owned(),
@@ -60,7 +60,7 @@ fn saved(dp: u64) -> (Manifest, usize) {
     (builder.finish().unwrap(), count)
 }
 
-/// The pieces that bring all ranks' wants, each of which they fill exactly once.
+/// Returns the pieces for all ranks' wants, and checks that they fill each want exactly once.
 fn pieces(manifest: &Manifest, ranks: Vec<Vec<(usize, Region)>>) -> usize {
     let limits = Limits { gap_max_bytes: 0, read_max_bytes: 1 << 30 };
     let mut pieces = 0;
@@ -79,7 +79,7 @@ fn pieces(manifest: &Manifest, ranks: Vec<Vec<(usize, Region)>>) -> usize {
     pieces
 }
 
-/// Two flat shardings cut one line in two ways: there are no more pieces than regions of both.
+/// Tests two flat shardings, which cut one line in two ways: there are no more pieces than regions of both.
 #[test]
 fn flat_targets_take_time_for_the_regions_of_their_runs() {
     for (saving, loading) in [(4, 3), (3, 4), (70, 64), (1, 16), (16, 1)] {

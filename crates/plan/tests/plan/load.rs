@@ -1,4 +1,4 @@
-//! Which reads a want becomes.
+//! Tests which reads a want becomes.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ fn r(offsets: &[u64], lengths: &[u64]) -> Region {
     Region::new(offsets, lengths)
 }
 
-/// One file in which the regions of `model/w` follow each other, an object `model/o` and an alias `model/a` of `w`.
+/// Makes one file with the regions of `model/w` in a row, an object `model/o` and an alias `model/a` of `w`.
 fn manifest(dtype: DType, shape: &[u64], regions: &[Region]) -> Manifest {
     let info = SaveInfo {
         attempt: "0123456789abcdef".to_owned(),
@@ -46,7 +46,7 @@ fn name(name: &str) -> LeafName {
 /// A read: its offset from the data's start, its bytes, and its pieces' sources and lengths.
 type Summary = (u64, u64, Vec<(u64, Vec<u64>)>);
 
-/// The reads of some regions of `model/w`.
+/// Plans the reads of some regions of `model/w`.
 fn reads(manifest: &Manifest, wanted: &[Region], gap_max_bytes: u64, read_max_bytes: u64) -> Vec<Summary> {
     let leaf = manifest.find(&name("w")).unwrap();
     let wants: Vec<Want> = wanted.iter().map(|region| Want { leaf, region: region.clone() }).collect();
@@ -162,14 +162,14 @@ fn every_wrong_want_is_named() {
     assert_eq!(
         error.problems(),
         [
-            "model/w: [0:3, 2:5] is wanted and lies outside the shape [3, 4]",
-            "model/w: [0:3] is wanted and lies outside the shape [3, 4]",
-            "model/o: [] is wanted, and this is no tensor",
-            "model/a: [0:3, 0:4] is wanted, and this is no tensor",
+            "model/w: requested [0:3, 2:5] lies outside the shape [3, 4]",
+            "model/w: requested [0:3] lies outside the shape [3, 4]",
+            "model/o: [] is requested of a non-tensor",
+            "model/a: [0:3, 0:4] is requested of a non-tensor",
             "want 5: there is no leaf 3, the checkpoint has 3",
         ]
     );
-    assert!(error.to_string().starts_with("5 problems:\n  model/w: [0:3, 2:5] is wanted"));
+    assert!(error.to_string().starts_with("5 problems:\n  model/w: requested [0:3, 2:5]"));
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn a_tensor_whose_saved_parts_overlap_is_corrupt() {
     assert!(load(&manifest, &[], limits).is_ok());
 }
 
-/// 20,000 saved and 20,000 wanted parts: a pairwise search would intersect four hundred million times.
+/// Tests 20,000 saved and 20,000 wanted parts: a pairwise search would intersect four hundred million times.
 #[test]
 fn many_parts_are_found_in_near_linear_time() {
     let n = 20_000;

@@ -1,4 +1,4 @@
-//! Plans that ranks make alone, and what is found out about those who err.
+//! Tests plans that ranks make alone, and the proof that finds wrong assumptions.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -9,7 +9,7 @@ use crate::spread::{Job, job, shape};
 
 const LEAVES: usize = 6;
 
-/// What each rank of `job` holds of tensors of these shapes.
+/// Returns the parts that each rank of `job` holds of tensors of these shapes.
 fn catalogs(job: &Job, shapes: &[Vec<u64>]) -> Vec<Catalog> {
     let leaf = |i: usize, shape: &Vec<u64>, rank| {
         let body = LeafBody::Tensor {
@@ -30,7 +30,7 @@ fn parts(leaf: &Leaf) -> &[Region] {
     }
 }
 
-/// What all ranks know of each other. Where ranks share some parts of a leaf and not others, nothing can be said.
+/// Returns what all ranks know of each other. Leaves of which ranks share some parts and not others are unknown.
 fn replicas(catalogs: &[Catalog], rank: usize) -> Replicas {
     let mut replicas = Replicas::default();
     for (i, leaf) in catalogs[rank].leaves.iter().enumerate() {
@@ -50,7 +50,7 @@ fn replicas(catalogs: &[Catalog], rank: usize) -> Replicas {
     replicas
 }
 
-/// The plans of all ranks; `None` unless all can make one.
+/// Returns the plans of all ranks; `None` unless all can make one.
 fn plans(catalogs: &[Catalog]) -> Option<Vec<Local>> {
     let world = catalogs.len() as u32;
     let plan = |rank: u32| {
@@ -64,7 +64,7 @@ fn claims(plans: &[Local]) -> Vec<Vec<Claim>> {
     plans.iter().map(|plan| plan.claims.clone()).collect()
 }
 
-/// What is written of each leaf.
+/// Returns the written regions of each leaf.
 fn written(catalogs: &[Catalog], plans: &[Local]) -> Vec<Vec<Region>> {
     let mut regions = vec![Vec::new(); catalogs[0].leaves.len()];
     for (catalog, plan) in catalogs.iter().zip(plans) {
@@ -87,8 +87,7 @@ fn all_tile(catalogs: &[Catalog], plans: &[Local]) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// Everything is written once, by ranks that never spoke, and a rank that takes its tensors for others than they
-    /// are is found.
+    /// Tests that ranks without messages write everything once, and that a rank that confuses its tensors is found.
     #[test]
     fn plans_of_all_ranks_fit_together(
         job in job(LEAVES),
@@ -114,7 +113,7 @@ proptest! {
         prop_assert_eq!(prove(&claims(&plans)).is_err(), shared);
     }
 
-    /// A rank that knows of fewer holders than there are is found, or found to write what is written already.
+    /// Tests that a rank that knows too few holders is found, or found to write what is written already.
     #[test]
     fn who_forgets_a_holder_is_found(
         job in job(LEAVES),
@@ -140,7 +139,7 @@ fn tensor(name: &str, parts: &[Region]) -> Leaf {
     Leaf { name: LeafName::new("model", name), body, layout: String::new() }
 }
 
-/// A class is cut as a plan of all ranks cuts, and not as if its members were the whole job.
+/// Tests that a class is cut as a plan of all ranks cuts, and not as if its members were the whole job.
 #[test]
 fn a_large_tensor_is_cut_among_its_holders() {
     let shape = [300, 1024, 1024];
@@ -171,18 +170,18 @@ fn what_cannot_be_is_named() {
     let known = |leaves: &[Option<u32>]| Replicas { groups: groups.clone(), leaves: leaves.to_vec() };
     assert_eq!(
         problems(local(&catalog, &known(&[Some(0), None]), 0, 2)),
-        ["rank 0: the holders of 2 leaves are given, and the catalog has 3"]
+        ["rank 0: expected the holders of 3 leaves, found those of 2"]
     );
     assert_eq!(
         problems(local(&catalog, &known(&[Some(1), Some(7), Some(3)]), 0, 2)),
         [
-            "model/a: its holders are said to be ranks 0, 2, of a world of 2",
-            "model/c: its holders are said to be set 3 of 3",
+            "model/a: expected holders in a world of 2, found ranks 0, 2",
+            "model/c: found holder set 3, expected one below 3",
         ]
     );
     assert_eq!(
         problems(local(&catalog, &known(&[Some(2), None, Some(0)]), 1, 2)),
-        ["model/a: its holders are said to be rank 0, and rank 1 holds it too"]
+        ["model/a: expected rank 1 among the holders, found rank 0"]
     );
     assert_eq!(local(&catalog, &known(&[Some(0), None, None]), 0, 3), Ok(None));
     // Of `b` this rank holds nothing.

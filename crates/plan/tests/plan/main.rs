@@ -1,4 +1,4 @@
-//! Plans as their callers see them.
+//! Tests plans from outside, as their callers use them.
 
 // Ranks are said as ranges, and often one is enough.
 #![allow(clippy::single_range_in_vec_init)]

@@ -1,4 +1,4 @@
-//! Any layout to any layout: save under one, load under another, compare with whole tensors bit for bit.
+//! Tests any layout to any layout: saves under one, loads under another, compares with whole tensors bit for bit.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -30,7 +30,7 @@ impl Whole {
         Whole { name: LeafName::new("model", format!("w{leaf}")), dtype, shape, bytes: (0..n).map(byte).collect() }
     }
 
-    /// The bytes of a region in row-major order.
+    /// Returns the bytes of a region in row-major order.
     fn gather(&self, region: &Region) -> Vec<u8> {
         let item = self.dtype.size_bytes() as usize;
         let mut out = Vec::new();
@@ -42,8 +42,8 @@ impl Whole {
     }
 }
 
-/// The rows of a box in row-major order: calls `row` with the index of the first element of each and its length.
-/// Indices are padded to four dimensions.
+/// Calls `row` for each row of a box, in row-major order, with the index of its first element and its length. Indices
+/// are padded to four dimensions.
 fn each_row(lengths: &[u64], mut row: impl FnMut(&[u64; 4], u64)) {
     let (&length, outer) = lengths.split_last().unwrap_or((&1, &[]));
     if lengths.contains(&0) {
@@ -58,12 +58,12 @@ fn each_row(lengths: &[u64], mut row: impl FnMut(&[u64; 4], u64)) {
     }
 }
 
-/// The position in a row-major box of `lengths` of the element `index` beyond `offsets`.
+/// Returns the position of the element `index` in a row-major box of `lengths` that begins at `offsets`.
 fn position(lengths: &[u64], offsets: &[u64], index: &[u64; 4]) -> usize {
     (0..lengths.len()).fold(0, |at, d| at * lengths[d] + offsets[d] + index[d]) as usize
 }
 
-/// The catalogs of a job. A rank without a part of a tensor knows the tensor or not, but rank 0 knows them all.
+/// Returns the catalogs of a job. A rank without a part of a tensor knows the tensor or not, but rank 0 knows them all.
 fn catalogs(job: &Job, wholes: &[Whole]) -> Vec<Catalog> {
     let catalog = |rank: u64| {
         let mut leaves = Vec::new();
@@ -122,7 +122,7 @@ fn write(plan: &[Vec<Write>], catalogs: &[Catalog], wholes: &[Whole]) -> (Manife
     (builder.finish().unwrap(), files)
 }
 
-/// Each element is written by exactly one rank.
+/// Checks that exactly one rank writes each element.
 fn check_save(plan: &[Vec<Write>], catalogs: &[Catalog], wholes: &[Whole]) {
     let mut written: HashMap<&LeafName, Vec<Region>> = HashMap::new();
     for (rank, catalog) in catalogs.iter().enumerate() {
@@ -145,13 +145,13 @@ fn check_save(plan: &[Vec<Write>], catalogs: &[Catalog], wholes: &[Whole]) {
     }
 }
 
-/// Where in the file a row of a piece begins. A row of saved elements is one run of bytes.
+/// Returns the offset in the file at which a row of a piece begins. A row of saved elements is one run of bytes.
 fn row_start(piece: &Piece, index: &[u64; 4], item: u64, n: u64) -> usize {
     assert!(n == 1 || piece.src_strides.last() == Some(&item), "{piece:?}");
     (piece.src + index.iter().zip(&piece.src_strides).map(|(i, stride)| i * stride).sum::<u64>()) as usize
 }
 
-/// Takes the pieces out of the bytes read, and counts how often each byte of each want came.
+/// Takes the pieces out of the bytes read, and counts how often each byte of each want was filled.
 fn scatter(manifest: &Manifest, wants: &[Want], reads: &[Read], files: &[Vec<u8>]) -> Vec<(Vec<u8>, Vec<u8>)> {
     let item = |want: &Want| match manifest.leaf(want.leaf).kind {
         shardfast_format::LeafKind::Tensor { dtype, .. } => dtype.size_bytes(),
@@ -180,8 +180,8 @@ fn scatter(manifest: &Manifest, wants: &[Want], reads: &[Read], files: &[Vec<u8>
     filled
 }
 
-/// The shape of the I/O: reads keep to the limits, begin and end with wanted bytes, have no larger gaps, could not be
-/// joined, and bring no byte twice.
+/// Checks the shape of the I/O: reads keep to the limits, begin and end with wanted bytes, have no larger gaps, could
+/// not be joined, and read no byte twice.
 fn check_reads(reads: &[Read], limits: Limits) {
     for read in reads {
         let mut touched = vec![false; read.bytes as usize];
@@ -221,7 +221,7 @@ fn case() -> impl Strategy<Value = (Vec<(DType, Vec<u64>)>, Job, Job, Limits)> {
         .prop_flat_map(|tensors| (Just(tensors.clone()), job(tensors.len()), job(tensors.len()), limits()))
 }
 
-/// Cases of a usual run; a campaign sets more.
+/// Returns the number of cases of a usual run; a campaign sets more.
 fn cases() -> u32 {
     std::env::var("SHARDFAST_PLAN_CASES").map_or(3000, |cases| cases.parse().expect("a number"))
 }

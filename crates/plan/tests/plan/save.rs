@@ -1,4 +1,4 @@
-//! What ranks must agree on, and how they share the writing.
+//! Tests what ranks must agree on, and how they share the writing.
 
 use std::collections::HashMap;
 
@@ -209,7 +209,7 @@ fn replicas_share_the_writing_and_what_is_written_alone_counts() {
     assert!(loads.iter().max().unwrap() - loads.iter().min().unwrap() <= largest, "{loads:?}");
 }
 
-/// Half a million parts. Anything pairwise in ranks, regions or leaves would take minutes here.
+/// Tests half a million parts. Anything pairwise in ranks, regions or leaves would take minutes here.
 #[test]
 fn many_ranks_and_tensors_are_planned_in_linear_time() {
     const WORLD: u64 = 256;

@@ -1,4 +1,4 @@
-//! Shared loads: every rank gets what it wants, each block is read once, and ranks agree without a message.
+//! Tests shared loads: every rank gets what it wants, each block is read once, and ranks agree without a message.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -13,10 +13,10 @@ use shardfast_plan::{CHUNK_BLOCKS_MAX, Chunk, Common, Matching, Piece, Sharing, 
 
 const DATA_START: u64 = 4096;
 
-/// A tensor: its type, its shape, and the rows that each of its saved parts has.
+/// A tensor: its type, its shape, and the rows of each of its saved parts.
 type Tensor = (DType, Vec<u64>, Vec<u64>);
 
-/// Tensors cut by rows into parts that lie one after the other in two files in turn; behind them values of one object.
+/// Makes tensors cut by rows into parts that lie in two files in turn, followed by values of one object.
 fn saved(tensors: &[Tensor], values: &[u64]) -> Manifest {
     let info = SaveInfo {
         attempt: "0123456789abcdef".to_owned(),
@@ -60,14 +60,14 @@ fn saved(tensors: &[Tensor], values: &[u64]) -> Manifest {
     builder.finish().unwrap()
 }
 
-/// What a rank does with a tensor.
+/// Part of a tensor that a rank wants.
 #[derive(Debug, Clone)]
 enum Take {
     Nothing,
     Whole,
     /// The `i`-th of `n` parts of a dimension.
     Shard(usize, u64, u64),
-    /// From one fraction to another, in 256ths.
+    /// A range between two fractions, in 256ths.
     Flat(u64, u64),
 }
 
@@ -89,7 +89,7 @@ fn taken(take: &Take, shape: &[u64]) -> Vec<Region> {
     }
 }
 
-/// Chunks of at most so many blocks, in runs of so many chunks.
+/// Plans a shared load with chunks of at most `chunk_blocks` blocks, in runs of `run` chunks.
 fn plan(manifest: &Manifest, wants: &[Vec<Wanted>], (chunk_blocks, run): (u32, u64)) -> (Matching, Vec<Sharing>) {
     let matching = share(manifest, wants, usize::MAX).unwrap().unwrap();
     let sharing = (0u32..).zip(wants.iter().zip(&matching.common)).map(|(rank, (wants, common))| {
@@ -102,7 +102,7 @@ fn plan(manifest: &Manifest, wants: &[Vec<Wanted>], (chunk_blocks, run): (u32, u
     (matching, sharing)
 }
 
-/// The bytes of the elements of a piece, in its order: where each run of them begins in the file, and its length.
+/// Returns the runs of bytes of a piece's elements, in its order: offset in the file, and length.
 fn runs(piece: &Piece) -> Vec<Range<u64>> {
     let item = piece.item_bytes();
     let mut out: Vec<Range<u64>> = Vec::new();
@@ -120,7 +120,7 @@ fn runs(piece: &Piece) -> Vec<Range<u64>> {
     out
 }
 
-/// The bytes in the files that a want is made of, in order.
+/// Returns the bytes in the files that make up a want, in order.
 fn bytes_of(manifest: &Manifest, wanted: &Wanted) -> Vec<(u32, u64)> {
     let leaf = wanted.leaf as usize;
     let LeafKind::Tensor { dtype, .. } = manifest.leaf(leaf).kind else {
@@ -148,7 +148,8 @@ fn bytes_of(manifest: &Manifest, wanted: &Wanted) -> Vec<(u32, u64)> {
     bytes
 }
 
-/// What a rank is given of each of its wants, byte by byte: from where in the files, none of them twice.
+/// Returns the source of each byte of each want that a rank was given: its offset in the files. Checks that none comes
+/// twice.
 fn given(manifest: &Manifest, wants: &[Wanted], sharing: &Sharing) -> Vec<Vec<Option<(u32, u64)>>> {
     let mut given: Vec<Vec<Option<(u32, u64)>>> =
         wants.iter().map(|wanted| vec![None; bytes_of(manifest, wanted).len()]).collect();
@@ -181,8 +182,8 @@ fn given(manifest: &Manifest, wants: &[Wanted], sharing: &Sharing) -> Vec<Vec<Op
     given
 }
 
-/// Each rank gets everything once; wanters of a chunk agree on it and on what its reader sends; no block is read twice,
-/// and what the same ranks want of a run has one reader.
+/// Checks that each rank gets everything once, that wanters of a chunk agree on it and on what its reader sends, that
+/// no block is read twice, and that bytes of a run that the same ranks want have one reader.
 fn check(manifest: &Manifest, wants: &[Vec<Wanted>], (chunk_blocks, run): (u32, u64)) -> Result<(), TestCaseError> {
     let (_, sharing) = plan(manifest, wants, (chunk_blocks, run));
     let run_bytes = run.max(1) * u64::from(chunk_blocks) * BLOCK_BYTES;
@@ -291,7 +292,7 @@ proptest! {
     }
 }
 
-/// The bytes that each rank reads.
+/// Returns the bytes that each rank reads.
 fn shares(sharing: &[Sharing]) -> Vec<u64> {
     let own = |(rank, sharing): (u32, &Sharing)| {
         let mine = sharing.chunks().filter(|chunk| chunk.reader == rank);
@@ -335,7 +336,7 @@ fn what_cannot_be_told_or_is_unknown() {
     let manifest = saved(&[(DType::F32, vec![64, 64], vec![64])], &[5]);
     let columns: Vec<Vec<Wanted>> =
         (0..64).map(|i| vec![Wanted { leaf: 0, region: Region::new(&[0, i], &[64, 1]) }]).collect();
-    // Each of them would have to hear of all others.
+    // Each of them would have to get the wants of all others.
     assert!(share(&manifest, &columns, 64 * 63).unwrap().is_some());
     assert_eq!(share(&manifest, &columns, 64 * 63 - 1).unwrap(), None);
     for wanted in [
@@ -374,7 +375,7 @@ fn large_job(data: u64) -> (Manifest, Vec<Vec<Wanted>>) {
                 let region = Region::new(&[0, column * width], &[shape[0], width]);
                 own.push(Wanted { leaf: leaf as u32, region });
             } else if leaf % data == replica {
-                // A run of its rank's rows that is nobody else's.
+                // A run of its rank's rows that no other rank has.
                 let run = shape[0] * shape[1] / tensor;
                 let runs = Region::flat_run(shape, column * run + 7, (column + 1) * run);
                 own.extend(runs.into_iter().map(|region| Wanted { leaf: leaf as u32, region }));
@@ -386,7 +387,7 @@ fn large_job(data: u64) -> (Manifest, Vec<Vec<Wanted>>) {
     (saved(&tensors, &[]), wants)
 }
 
-/// What a rank hears does not grow with the number of its replicas.
+/// Tests that a rank's messages do not grow with the number of its replicas.
 #[test]
 fn answers_are_small() {
     let told = |data: u64| {

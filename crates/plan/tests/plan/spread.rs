@@ -1,26 +1,26 @@
-//! Simulated jobs: how tensors can be spread over ranks, said on whole tensors, and how to draw such jobs at random.
+//! Simulates jobs: how tensors are spread over ranks, given as whole tensors, and how such jobs are drawn at random.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
 use shardfast_format::Region;
 
-/// What one dimension of a device mesh does with a tensor. Dimensions are taken modulo the tensor's.
+/// Placement of a tensor along one dimension of a device mesh. Dimensions are taken modulo the tensor's.
 #[derive(Debug, Clone)]
 pub(crate) enum Placement {
     Replicate,
     Shard(usize),
-    /// Each of `split` chunks of what is left of the dimension is sharded by itself.
+    /// Sharding of each of `split` chunks of the rest of the dimension by itself.
     StridedShard(usize, u64),
 }
 
-/// How one tensor is spread over all ranks. Fractions are in 65,536ths.
+/// Spread of one tensor over all ranks. Fractions are in 65,536ths.
 #[derive(Debug, Clone)]
 pub(crate) enum Spread {
-    /// By one placement per mesh dimension, from the left.
+    /// Spread by one placement per mesh dimension, from the left.
     Mesh(Vec<Placement>),
-    /// As flat runs of any length, one per rank, by their borders.
+    /// Spread as flat runs of any length, one per rank, by their borders.
     Flat(Vec<u16>),
-    /// Cut by planes (dimension, position in the box that is cut, which box), each box on the ranks of a bit mask.
+    /// Spread by planes (dimension, position in the box that is cut, which box), each box on the ranks of a bit mask.
     Boxes { cuts: Vec<(usize, u16, usize)>, holders: Vec<u16> },
 }
 
@@ -36,7 +36,7 @@ impl Job {
         self.mesh.iter().product()
     }
 
-    /// The parts of tensor `leaf` that `rank` holds.
+    /// Returns the parts of tensor `leaf` that `rank` holds.
     pub(crate) fn parts(&self, leaf: usize, shape: &[u64], rank: u64) -> Vec<Region> {
         if shape.contains(&0) {
             return Vec::new();
@@ -95,13 +95,13 @@ impl Job {
     }
 }
 
-/// Chunk `i` of `n` of `[start, stop)`: all of equal length but for the last ones, which may be short or empty.
+/// Returns chunk `i` of `n` of `[start, stop)`: all of equal length but for the last ones, which may be short or empty.
 fn chunk(start: u64, stop: u64, i: u64, n: u64) -> (u64, u64) {
     let length = (stop - start).div_ceil(n);
     ((start + i * length).min(stop), (start + (i + 1) * length).min(stop))
 }
 
-/// What lies at positions `[start, stop)` of the concatenation of runs.
+/// Returns the runs at positions `[start, stop)` of the concatenation of runs.
 fn slice(runs: &[(u64, u64)], start: u64, stop: u64) -> Vec<(u64, u64)> {
     let mut position = 0;
     let mut out = Vec::new();
@@ -115,7 +115,7 @@ fn slice(runs: &[(u64, u64)], start: u64, stop: u64) -> Vec<(u64, u64)> {
     out
 }
 
-/// The boxes that planes cut a tensor into.
+/// Returns the boxes that planes cut a tensor into.
 pub(crate) fn boxes(shape: &[u64], cuts: &[(usize, u16, usize)]) -> Vec<Region> {
     let mut boxes = vec![Region::whole(shape)];
     for &(d, at, which) in cuts.iter().filter(|_| !shape.is_empty()) {
@@ -136,7 +136,7 @@ fn part(fraction: u16, of: u64) -> u64 {
     (of * u64::from(fraction)) >> 16
 }
 
-/// Shapes of few elements: 0 to 4 dimensions, zero-size ones now and then.
+/// Draws shapes of few elements: 0 to 4 dimensions, sometimes of zero size.
 pub(crate) fn shape() -> impl Strategy<Value = Vec<u64>> {
     let length = prop_oneof![1 => Just(0u64), 40 => 1..8u64, 10 => 8..40u64];
     vec(length, 0..5).prop_map(|mut shape| {
@@ -149,7 +149,7 @@ pub(crate) fn shape() -> impl Strategy<Value = Vec<u64>> {
     })
 }
 
-/// Jobs of up to 16 ranks with as many tensors as asked for.
+/// Draws jobs of up to 16 ranks with as many tensors as asked for.
 pub(crate) fn job(leaves: usize) -> impl Strategy<Value = Job> {
     let mesh = vec(1..9u64, 1..4).prop_map(|mut mesh| {
         let mut world = 1;

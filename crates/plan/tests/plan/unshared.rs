@@ -1,9 +1,9 @@
-//! Leaves whose copies may differ: each region of theirs comes from one rank, the lowest that holds it.
+//! Tests leaves whose copies may differ: the lowest rank that holds a region writes it.
 
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 use shardfast_plan::{RankSet, Replicas, Write, amend_unshared, local, local_unshared, prove, save_unshared};
 
-/// Two large tensors, `same` and `theirs`, which these ranks hold by halves or whole.
+/// Makes two large tensors, `same` and `theirs`, which these ranks hold by halves or whole.
 fn catalog(parts: &[Region]) -> Catalog {
     let leaf = |name: &str| {
         let body = LeafBody::Tensor { dtype: DType::F32, shape: [1000, 600][..].into(), parts: parts.to_vec() };
@@ -16,7 +16,7 @@ fn whole() -> Vec<Region> {
     vec![Region::whole(&[1000, 600])]
 }
 
-/// Per rank what it writes of a leaf.
+/// Returns for each rank the regions of a leaf that it writes.
 fn of(plan: &[Vec<Write>], leaf: u32) -> Vec<Vec<Write>> {
     plan.iter().map(|writes| writes.iter().copied().filter(|write| write.leaf == leaf).collect()).collect()
 }

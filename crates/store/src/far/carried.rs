@@ -1,8 +1,8 @@
-//! Values that the requests of a call carry: no error repeats them.
+//! Collects the secret values that the requests of a call carry, so that no error repeats them.
 //!
-//! A service may repeat a request in its refusal, and proxies do so on pages of their own: with the signature, with the
-//! token of a session, with the signed query of a URL. So an error shows of an answer only what the service calls its
-//! code and its message, and of these only a text that holds nothing of the requests, nor of the keys that sign them.
+//! A service may repeat a request in its refusal, and proxies do so on pages of their own: with the signature, the
+//! token of a session, or the signed query of a URL. So an error shows of an answer only the service's code and
+//! message, and these only if they contain nothing of the requests or of the keys that sign them.
 
 use std::collections::{HashSet, VecDeque};
 use std::fmt;
@@ -10,7 +10,7 @@ use std::fmt;
 use http::header::{AUTHORIZATION, CONTENT_TYPE, DATE, HOST, HeaderName, RANGE, USER_AGENT};
 use object_store::client::HttpRequest;
 
-/// Headers that an error may repeat: they hold no secret, and messages name what they hold.
+/// Headers that an error may repeat: they hold no secret, and messages quote their values.
 const PUBLIC_HEADERS: [HeaderName; 9] = [
     CONTENT_TYPE,
     DATE,
@@ -27,23 +27,23 @@ const PUBLIC_HEADERS: [HeaderName; 9] = [
 const PUBLIC_QUERY: [&str; 8] =
     ["continuation-token", "key-marker", "list-type", "marker", "partNumber", "prefix", "upload-id-marker", "uploadId"];
 
-/// Values that are kept, the last ones: a call has many requests, of which few are in flight.
+/// Maximum number of values that are kept, the last ones: a call has many requests, of which few are in flight.
 const VALUES_MAX: usize = 1024;
 
-/// Letters and digits that a text and a value may not have in common in a row.
+/// Length of a run of letters and digits that a text and a value may not share.
 const COMMON: usize = 16;
 
-/// Letters and digits of the shortest secret, which a text may not hold as a whole.
+/// Letters and digits of the shortest secret, which a text may not contain as a whole.
 const SECRET_MIN: usize = 8;
 
-/// Characters of a text that are looked at, and characters that are shown.
+/// Characters of a text that are examined, and characters that are shown.
 const LOOKED_AT: usize = 4096;
 const SHOWN: usize = 300;
 
-/// The longest code of a service.
+/// Longest code of a service, in bytes.
 const CODE_BYTES_MAX: usize = 64;
 
-/// What requests carried, apart from what errors may repeat.
+/// Values that requests carried, except those that errors may repeat.
 #[derive(Clone, Default)]
 pub(crate) struct Carried(VecDeque<Box<str>>);
 
@@ -54,7 +54,7 @@ impl fmt::Debug for Carried {
 }
 
 impl Carried {
-    /// Adds what a request carries.
+    /// Adds the values that a request carries.
     pub(crate) fn add(&mut self, request: &HttpRequest) {
         for (name, value) in request.headers().iter().filter(|(name, _)| !PUBLIC_HEADERS.contains(name)) {
             match *name == AUTHORIZATION {
@@ -67,19 +67,19 @@ impl Carried {
         let content = request.headers().get(CONTENT_TYPE).map_or(&b""[..], |content| content.as_bytes());
         let Some(body) = request.body().as_bytes() else { return };
         if content.starts_with(b"application/x-www-form-urlencoded") {
-            // A request for a token: the secret of a client, or the token that proves who asks.
+            // A request for a token: the secret of a client, or the token that proves the caller's identity.
             self.add_query(&String::from_utf8_lossy(body), SECRET_MIN);
         } else if content.starts_with(b"multipart/mixed") {
             self.add_batch(&String::from_utf8_lossy(body));
         }
     }
 
-    /// Adds a secret that is not sent as it is.
+    /// Adds a secret that requests do not contain verbatim.
     pub(crate) fn hold(&mut self, secret: &str) {
         self.keep(secret, SECRET_MIN);
     }
 
-    /// Requests within a request, each with a head of its own.
+    /// Adds requests within a request, each with a head of its own.
     fn add_batch(&mut self, body: &str) {
         for line in body.lines() {
             match line.split_once(": ") {
@@ -117,7 +117,7 @@ impl Carried {
         self.0.push_back(value.into());
     }
 
-    /// Whether a text holds any of it, however it is encoded there.
+    /// Returns whether a text contains any of the values, in any encoding.
     fn is_in(&self, text: &str) -> bool {
         let text = bare(text.as_bytes());
         let parts: HashSet<&[u8]> = text.windows(COMMON).collect();
@@ -128,7 +128,7 @@ impl Carried {
         })
     }
 
-    /// The text on one line, without what a terminal would obey, cut where it is long; empty if it holds anything that
+    /// Returns the text on one line, without control characters, cut if it is long; empty if it contains a value that
     /// was sent.
     pub(crate) fn shown(&self, text: &str) -> String {
         let cut: String = text.chars().take(LOOKED_AT).collect();
@@ -147,7 +147,7 @@ impl Carried {
         if line.chars().nth(SHOWN).is_some() { shown + "…" } else { shown }
     }
 
-    /// A service's code; empty if it is none, or holds anything that was sent.
+    /// Returns a service's code; empty if it is none, or contains a value that was sent.
     pub(crate) fn shown_code<'a>(&self, code: &'a str) -> &'a str {
         let is_code = code.len() <= CODE_BYTES_MAX
             && code.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
@@ -156,7 +156,7 @@ impl Carried {
     }
 }
 
-/// The letters and digits of a text, in lower case: all that encodings leave alone.
+/// Returns the letters and digits of a text, in lower case: the characters that encodings keep.
 fn bare(text: &[u8]) -> Vec<u8> {
     let digit = |at: usize| text.get(at).and_then(|&byte| (byte as char).to_digit(16));
     let (mut bare, mut at) = (Vec::with_capacity(text.len()), 0);

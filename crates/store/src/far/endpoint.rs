@@ -1,8 +1,8 @@
-//! URLs of services, as users write them.
+//! Checks URLs of services, as users write them.
 
 use super::network;
 
-/// The client library's options for an endpoint: an `http:` endpoint is used without TLS.
+/// Returns the client library's options for an endpoint: an `http:` endpoint is used without TLS.
 #[cfg(any(feature = "azure", feature = "gcs"))]
 pub(crate) fn plain(endpoint: Option<&str>) -> object_store::ClientOptions {
     object_store::ClientOptions::new().with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http:")))
@@ -26,7 +26,7 @@ pub(crate) fn expect_tls(endpoint: Option<&str>) -> std::result::Result<(), Stri
     }
 }
 
-/// Whether it is the URL of a host.
+/// Returns whether `endpoint` is the URL of a host.
 pub(crate) fn is_http(endpoint: &str) -> bool {
     let is_one = |scheme: &&str| endpoint.strip_prefix(*scheme).is_some_and(|host| !host.is_empty());
     ["http://", "https://"].iter().any(is_one) && network::is_url(endpoint)

@@ -1,5 +1,5 @@
-//! What a service's refusal means for the caller. An error shows the status of the answer, and what the service calls
-//! its code and its message, without what the requests [carried](super::carried).
+//! Interprets a service's refusal for the caller. An error shows the status of the answer, and the service's code and
+//! message, without the values that the requests [carried](super::carried).
 
 use std::error::Error as _;
 use std::time::Duration;
@@ -10,12 +10,12 @@ use object_store::client::HttpError;
 use super::network::Answer;
 use crate::{Error, Kind};
 
-/// Where instances of a cloud ask for their own credentials.
+/// Hosts at which instances of a cloud ask for their own credentials.
 const METADATA_HOSTS: [&str; 3] = ["169.254.169.254", "169.254.170.2", "metadata.google.internal"];
 
-/// The error of a call that the client library failed, by what the service answered.
+/// Returns the error of a call that the client library failed, by the service's answer.
 pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, answer: &Answer) -> Error {
-    // Of credentials that cannot be had: the service was not asked.
+    // Credentials are missing: the service was not asked.
     if let Some(own) = causes(error).find_map(|cause| cause.downcast_ref::<Error>()) {
         return Error { wait: own.wait, ..Error::new(own.kind, op, place, own.to_string()) };
     }
@@ -49,13 +49,13 @@ pub(super) fn of(op: &'static str, place: String, error: &object_store::Error, a
     Error { wait: lasting(kind, answer), ..Error::new(kind, op, place, message) }
 }
 
-/// What the service says under this name in its answer.
+/// Returns the text of the element `name` in the service's answer.
 fn tag<'a>(text: &'a str, name: &str) -> &'a str {
     let within = || text.split_once(&format!("<{name}>"))?.1.split_once(&format!("</{name}>"));
     within().map_or("", |(value, _)| value.trim())
 }
 
-/// Whether the service does not take the credentials: they have expired, or it never knew them.
+/// Returns whether the service rejects the credentials: they have expired, or it never knew them.
 pub(super) fn refuses_credentials(error: &object_store::Error, answer: &Answer) -> bool {
     match (answer.status.map(|status| status.as_u16()), tag(&error.to_string(), "Code")) {
         (_, "ExpiredToken" | "TokenRefreshRequired" | "InvalidToken" | "InvalidAccessKeyId") => true,
@@ -66,12 +66,12 @@ pub(super) fn refuses_credentials(error: &object_store::Error, answer: &Answer) 
 const NO_CREDENTIALS: &str = "no credentials: neither the environment nor a profile has any, and this machine has no \
                               role of its own";
 
-/// How servers that keep objects in files pass on that the disk is full, as an error of their own.
+/// Messages with which servers that keep objects in files pass on that the disk is full, as an error of their own.
 const NO_SPACE: [&str; 2] = ["no space left on device", "disk quota exceeded"];
 
-/// The error of a call that got no answer, or one that is none.
+/// Returns the error of a call that got no answer, or an invalid one.
 fn unanswered(op: &'static str, place: String, error: &object_store::Error, answer: &Answer) -> Error {
-    // The innermost cause says what happened; what stands around it repeats it, with the URL.
+    // The innermost cause describes the failure; the errors around it repeat it, with the URL.
     let cause = causes(error).last().map_or_else(|| error.to_string(), ToString::to_string);
     // It may have words of the answer.
     let cause = match answer.carried.shown(&cause) {
@@ -102,7 +102,7 @@ fn causes<'a>(error: &'a object_store::Error) -> impl Iterator<Item = &'a (dyn s
     std::iter::successors(error.source(), |&error| error.source())
 }
 
-/// A service that cannot be reached now may be away for a while.
+/// Returns the time to wait, if the service cannot be reached now and may stay away for a while.
 fn lasting(kind: Kind, answer: &Answer) -> Option<Duration> {
     (kind == Kind::Unavailable).then(|| answer.wait.unwrap_or_default())
 }
@@ -129,7 +129,7 @@ fn kind_of(status: StatusCode, code: &str) -> Kind {
     }
 }
 
-/// What to do about it, where that is known.
+/// Returns advice for the user, if there is any.
 fn remedy(status: StatusCode, code: &str) -> &'static str {
     match (status.as_u16(), code) {
         (_, "NoSuchBucket" | "ContainerNotFound") => "; make it first: no bucket is made here",

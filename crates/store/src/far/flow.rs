@@ -1,9 +1,10 @@
-//! How many parts are sent at a time, and how many ranges are read: more as long as that makes it faster, half of it
-//! when the service asks for fewer.
+//! Controls how many parts are sent and how many ranges are read at a time: more as long as that is faster, half as
+//! many when the service throttles.
 //!
-//! A round is as many parts as may be in flight; it begins anew after a time in which none was. At first each round
-//! doubles that, until one is not faster than the one before: then the earlier number was enough, and is kept. When the
-//! service throttles, the number is halved; after that each round adds one, as in the congestion control of TCP.
+//! A round is as many parts as may be in flight; a new round begins after a time without any. At first each round
+//! doubles the number, until one is not faster than the one before: then the earlier number was enough, and is kept.
+//! When the service throttles, the number is halved; after that each round adds one, as in the congestion control of
+//! TCP.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,19 +16,19 @@ use http::StatusCode;
 use crate::Result;
 use crate::write::{Failure, Making, Write, Writes};
 
-/// So many at the beginning: where a connection has 20 MB/s, a rank moves 0.6 GB/s from the start.
+/// Parts in flight at the beginning: 32 connections of 20 MB/s give 0.6 GB/s from the start.
 const FIRST: usize = 32;
 
-/// Always so many: one would wait for each answer.
+/// Minimum of parts in flight: a single one would wait for each answer.
 const LEAST: usize = 2;
 
-/// Never more: each takes a thread and a connection.
+/// Maximum of parts in flight: each takes a thread and a connection.
 pub(super) const MOST: usize = 64;
 
-/// A round is faster if it is so many times as fast.
+/// Ratio of rates from which a round counts as faster.
 const FASTER: f64 = 1.1;
 
-/// The number of parts in flight of a store, in one direction.
+/// Control of the parts in flight of a store, in one direction.
 pub(super) struct Flow {
     state: Mutex<State>,
     freed: Condvar,
@@ -35,19 +36,19 @@ pub(super) struct Flow {
 
 struct State {
     allowed: usize,
-    /// [`MOST`]; simulations have fewer.
+    /// Upper limit: [`MOST`]; fewer in simulations.
     most: usize,
     in_flight: usize,
-    /// The most that was found to be of use; unknown while it still doubles.
+    /// Largest number that was found to be of use; `None` while it still doubles.
     enough: Option<usize>,
     round: Round,
-    /// Bytes a second of the round before, and how many were allowed then.
+    /// Rate of the round before, in bytes per second, and the number allowed then.
     before: Option<(f64, usize)>,
-    /// When the number was halved.
+    /// Time at which the number was halved.
     halved: Option<Instant>,
 }
 
-/// What was moved since it began.
+/// Parts and bytes moved since the round began.
 struct Round {
     began: Instant,
     parts: usize,
@@ -67,7 +68,7 @@ impl Default for Flow {
 }
 
 impl Flow {
-    /// One that never grows beyond `most`.
+    /// Makes a control that never grows beyond `most`.
     pub(super) fn up_to(most: usize) -> Flow {
         let (allowed, round) = (FIRST.min(most), Round::begin(Instant::now()));
         let state = State { allowed, most, in_flight: 0, enough: None, round, before: None, halved: None };
@@ -76,7 +77,7 @@ impl Flow {
 }
 
 impl State {
-    /// A part begins to move.
+    /// Counts a part that begins.
     fn begins(&mut self, now: Instant) {
         if self.in_flight == 0 {
             self.round = Round::begin(now);
@@ -84,7 +85,7 @@ impl State {
         self.in_flight += 1;
     }
 
-    /// A part was moved.
+    /// Counts a part that was moved, and ends the round if it is the last one.
     fn moved(&mut self, bytes: u64, now: Instant) {
         self.round.parts += 1;
         self.round.bytes += bytes;
@@ -104,8 +105,8 @@ impl State {
         self.round = Round::begin(now);
     }
 
-    /// The service asked for fewer requests, by its answer to one that began then. Others that were in flight when the
-    /// number was halved say nothing new.
+    /// Halves the number, because the service throttled a request that began at `began`. Requests that were in flight
+    /// when the number was halved say nothing new.
     fn throttled(&mut self, began: Instant, now: Instant) {
         if self.halved.is_some_and(|halved| began < halved) {
             return;
@@ -122,13 +123,13 @@ impl Flow {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes note of a part that was moved.
+    /// Counts a part that was moved, and wakes waiting threads.
     pub(super) fn moved(&self, bytes: u64) {
         self.lock().moved(bytes, Instant::now());
         self.freed.notify_all();
     }
 
-    /// Takes note of an answer to a request that began then, if it asks for fewer requests.
+    /// Handles an answer to a request that began at `began`: halves the number if the service throttles.
     pub(super) fn refused(&self, status: Option<StatusCode>, began: Instant) {
         if matches!(status, Some(StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)) {
             self.lock().throttled(began, Instant::now());
@@ -148,7 +149,8 @@ impl Flow {
     /// The first error that `writes` does not accept; no write is taken after it.
     pub(super) fn write_all<'a>(&self, writes: &dyn Writes<'a>, make: Making<'a, '_>) -> Result<()> {
         let (failure, threads) = (Failure::default(), AtomicUsize::new(0));
-        // A thread that waits for a write holds no permit: one that brought a failed write back must get through to it.
+        // A thread that waits for a write holds no permit: the thread that returned a failed write must be able to make
+        // it.
         let make = |write: Write<'a>| {
             let _permit = self.enter();
             make(write)
@@ -159,7 +161,7 @@ impl Flow {
     }
 }
 
-/// Given back when it is dropped.
+/// Permission for one part in flight, returned on drop.
 pub(super) struct Permit<'a>(&'a Flow);
 
 impl Drop for Permit<'_> {
@@ -169,7 +171,7 @@ impl Drop for Permit<'_> {
     }
 }
 
-/// What the threads of one call share.
+/// State that the threads of one call share.
 struct Work<'env, 'a> {
     flow: &'env Flow,
     writes: &'env dyn Writes<'a>,
@@ -201,7 +203,7 @@ mod tests {
 
     use super::*;
 
-    /// Rounds in which so many parts are sent in a second as the rate says of the number in flight; the numbers.
+    /// Runs rounds of parts, at `rate` parts per second for the number in flight; returns the numbers.
     fn rounds(count: usize, state: &mut State, now: &mut Instant, rate: impl Fn(usize) -> f64) -> Vec<usize> {
         let round = |_| {
             let (allowed, began) = (state.allowed, *now);

@@ -1,8 +1,8 @@
-//! Lists of objects and of uploads.
+//! Lists objects and uploads.
 //!
-//! A bucket may hold objects of others with names that no store gives, such as `run//x`, `run/x/` or `run/./x`. The
-//! client library fails a whole list that has one of them, or takes one name for another: `run/x/` for `run/x`, which a
-//! deletion would then remove. So [`Lists`] takes these entries out of each answer before the library reads it. The
+//! A bucket may hold objects of other programs with names that no store uses, such as `run//x`, `run/x/` or `run/./x`.
+//! The client library fails a whole list that has one of them, or confuses names: `run/x/` with `run/x`, which a
+//! deletion would then remove. So [`Lists`] removes these entries from each answer before the library reads it. The
 //! store neither lists nor deletes them.
 
 use std::ops::Range;
@@ -54,7 +54,7 @@ impl Place {
         self.call("delete_tree", dir, delete_each(self.client(), below))
     }
 
-    /// Lists uploads that were begun and not completed.
+    /// Lists uploads that are begun and not completed.
     pub(super) fn uploads(&self) -> Result<Vec<Upload>> {
         let Some(list) = &self.bucket.uploads else {
             let message = "uploads that were not completed cannot be listed here: give the bucket a lifecycle rule \
@@ -70,13 +70,14 @@ impl Place {
     }
 }
 
-/// Whether a request asks for a list. All services list by a `GET` of the bucket with a prefix or a kind of list.
+/// Returns whether a request asks for a list. All services list by a `GET` of the bucket with a prefix or a kind of
+/// list.
 pub(super) fn is_list(method: &Method, query: &str) -> bool {
     let lists = |part: &str| part.starts_with("list-type=") || matches!(part, "comp=list" | "uploads=");
     *method == Method::GET && query.split('&').any(lists)
 }
 
-/// Makes requests, and takes entries with names that no store gives out of the answers to lists.
+/// HTTP service that removes entries with names that no store uses from answers to lists.
 #[derive(Debug)]
 pub(super) struct Lists(pub(super) HttpClient);
 
@@ -95,14 +96,14 @@ impl HttpService for Lists {
     }
 }
 
-/// An entry of a list: its element, and the one within that names it. The name of a directory ends in `/`.
+/// Form of a list's entry: its element, and the one within that names it. The name of a directory ends in `/`.
 struct Form {
     entry: &'static [u8],
     name: &'static [u8],
     is_dir: bool,
 }
 
-/// The entries of S3 and of Google Cloud Storage, then those of Azure.
+/// Forms of S3 and Google Cloud Storage, then those of Azure.
 const FORMS: [Form; 5] = [
     Form { entry: b"Contents", name: b"Key", is_dir: false },
     Form { entry: b"CommonPrefixes", name: b"Prefix", is_dir: true },
@@ -111,8 +112,8 @@ const FORMS: [Form; 5] = [
     Form { entry: b"BlobPrefix", name: b"Name", is_dir: true },
 ];
 
-/// An answer to a list without the entries whose names no store gives. One that is no such answer stays as it is: the
-/// client library says what is wrong with it.
+/// Returns an answer to a list without the entries whose names no store uses. An answer that is no list stays as it is:
+/// the client library reports the error.
 fn without_foreign(answer: Bytes) -> Bytes {
     // Azure's answers begin with a mark of their encoding, which positions do not count.
     let answer = match answer.strip_prefix(b"\xef\xbb\xbf") {
@@ -133,7 +134,7 @@ fn without_foreign(answer: Bytes) -> Bytes {
     kept.into()
 }
 
-/// The bytes of the entries whose names no store gives.
+/// Returns the byte ranges of the entries whose names no store uses.
 fn foreign_entries(answer: &[u8]) -> quick_xml::Result<Vec<Range<usize>>> {
     let mut reader = Reader::from_reader(answer);
     reader.config_mut().expand_empty_elements = true;
@@ -155,7 +156,7 @@ fn foreign_entries(answer: &[u8]) -> quick_xml::Result<Vec<Range<usize>>> {
     }
 }
 
-/// Reads an entry to its end. Whether a store may have given its name, or it has none.
+/// Reads an entry to its end; returns whether a store may use its name, or it has none.
 fn is_own(reader: &mut Reader<&[u8]>, form: &Form) -> quick_xml::Result<bool> {
     let (mut depth, mut is_own) = (0, true);
     loop {
@@ -171,14 +172,14 @@ fn is_own(reader: &mut Reader<&[u8]>, form: &Form) -> quick_xml::Result<bool> {
             Event::Start(_) => depth += 1,
             Event::End(_) if depth == 0 => return Ok(is_own),
             Event::End(_) => depth -= 1,
-            // What does not end is no answer.
+            // Elements without an end are no valid answer.
             Event::Eof => return Ok(true),
             _ => {}
         }
     }
 }
 
-/// Reads an element to its end. Its text, if that can be read.
+/// Reads an element to its end; returns its text, if that can be decoded.
 fn text(reader: &mut Reader<&[u8]>, tag: &BytesStart<'_>) -> quick_xml::Result<Option<String>> {
     // Azure encodes names that XML cannot hold, and says so. The client library does not decode them.
     let is_encoded = |attribute: quick_xml::events::attributes::Attribute<'_>| {
@@ -207,7 +208,7 @@ fn text(reader: &mut Reader<&[u8]>, tag: &BytesStart<'_>) -> quick_xml::Result<O
     }
 }
 
-/// The characters that stand behind a reference such as `&amp;` or `&#10;`.
+/// Returns the characters that a reference such as `&amp;` or `&#10;` stands for.
 fn resolved(entity: &BytesRef<'_>) -> Option<String> {
     match entity.resolve_char_ref() {
         Ok(Some(c)) => Some(c.to_string()),

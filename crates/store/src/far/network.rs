@@ -1,8 +1,8 @@
-//! The HTTP client of far stores: one small runtime and one pool of connections, made with the first of them.
+//! Provides the HTTP client of far stores: one small runtime and one pool of connections, made with the first of them.
 //!
-//! Every request passes through [`Connections`], the only place that knows the HTTP library: there it is counted, and
-//! cut when nothing has moved for [`STILL_MAX`], when its answer drips, and when that does not end. The client library
-//! above repeats nothing: the engine decides whether to make a request again.
+//! Every request passes through [`Connections`], the only place that knows the HTTP library. There it is counted, and
+//! aborted when nothing has moved for [`STILL_MAX`], or when its answer is too slow or does not end. The client library
+//! above repeats nothing: the engine decides whether to retry.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -32,47 +32,47 @@ use super::list::{Lists, is_list};
 use super::{PARTS, READS_MAX};
 use crate::{Error, Kind, Parts, Requests, Result};
 
-/// A request in which nothing moves for so long is cut: a connection that is gone without a word.
+/// Time without progress after which a request is aborted: its connection is gone.
 const STILL_MAX: Duration = Duration::from_secs(30);
 
-/// Fewer bytes of an answer in that time are no answer, either: a proxy that drips.
+/// Minimum bytes of an answer in that time: fewer come from a proxy that sends single bytes to keep a connection open.
 const SLOW_BYTES: u64 = 1 << 10;
 
-/// How many times as long that takes where something is changed: S3 sends spaces while it joins the parts of an object.
+/// Factor of that time for requests that change something: S3 sends spaces while it joins the parts of an object.
 const CHANGES_TAKE: u32 = 20;
 
-/// The longest answer beyond the bytes of an object that were asked for: a page of a list has a few MiB.
+/// Longest answer beyond the bytes of an object that were asked for: a page of a list has a few MiB.
 const ANSWER_BYTES_MAX: u64 = 64 << 20;
 
-/// What the answers of one call may have of that in all: the pages of a list of millions of objects.
+/// Total of such bytes in all answers of one call: the pages of a list of millions of objects.
 const CALL_BYTES_MAX: u64 = 1 << 30;
 
-/// How long a connection may take to come about.
+/// Time limit for opening a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
 
-/// How long bodies are held back after the last one has begun.
+/// Time for which bodies are held back after the last one has begun.
 const HELD_FOR: Duration = Duration::from_millis(300);
 
-/// Threads that move bytes. The calls' own threads wait for them.
+/// Number of threads that move bytes. The calls' own threads wait for them.
 const THREADS: usize = 2;
 
-/// Connections that are kept for the next request, for each server.
+/// Number of idle connections that are kept for each server.
 const IDLE_MAX: usize = 32;
 
-/// What the stores of one engine share for far storage; empty until the first of them is opened.
+/// State for far storage that the stores of one engine share; empty until the first of them is opened.
 pub(crate) struct Pool {
     network: OnceLock<std::result::Result<Arc<Network>, String>>,
-    /// Endpoints and buckets that were found to create if absent.
+    /// Endpoints and buckets that passed the test of creating if absent.
     pub(super) trusted: Mutex<HashSet<String>>,
-    /// [`STILL_MAX`]; tests lower it.
+    /// Time without progress: [`STILL_MAX`]; less in tests.
     still_max: Duration,
-    /// How objects are cut into parts; simulations have shorter ones.
+    /// Lengths of objects' parts; shorter in simulations.
     pub(super) parts: Parts,
-    /// Small requests and reads that are made at a time; simulations make one.
+    /// Maximum of small requests and reads at a time; one in simulations.
     pub(super) reads_max: usize,
-    /// Parts that are sent at a time at most; simulations send fewer.
+    /// Maximum of parts sent at a time; fewer in simulations.
     pub(super) sends_max: usize,
-    /// What answers instead of a connection.
+    /// Simulated service that answers instead of a connection.
     #[cfg(feature = "testing")]
     simulated: Option<Arc<dyn HttpService>>,
 }
@@ -93,26 +93,26 @@ impl Default for Pool {
 }
 
 impl Pool {
-    /// A pool that cuts a request in which nothing moves for so long.
+    /// Makes a pool that aborts a request without progress after `still_max`.
     #[cfg(feature = "testing")]
     pub(crate) fn impatient(still_max: Duration) -> Pool {
         Pool { still_max, ..Pool::default() }
     }
 
-    /// A pool whose requests all go to a simulated service.
+    /// Makes a pool whose requests all go to a simulated service.
     #[cfg(all(feature = "testing", feature = "s3"))]
     pub(crate) fn simulated(service: Arc<dyn HttpService>) -> Pool {
         Pool { simulated: Some(service), ..Pool::default() }
     }
 
-    /// The same pool, with these parts of objects, so many reads and small requests at a time, and so many parts that
-    /// are sent at a time at most.
+    /// Returns the same pool, with these parts of objects, and these maximum numbers of reads and small requests and of
+    /// parts sent at a time.
     #[cfg(all(feature = "testing", feature = "s3"))]
     pub(crate) fn with(self, parts: Parts, reads_max: usize, sends_max: usize) -> Pool {
         Pool { parts, reads_max, sends_max, ..self }
     }
 
-    /// The network, made if it is the first call.
+    /// Returns the network; the first call makes it.
     pub(super) fn network(&self, url: &str) -> Result<Arc<Network>> {
         let made = self.network.get_or_init(|| Network::new(self).map(Arc::new));
         made.clone().map_err(|why| Error::new(Kind::Exhausted, "open", url, format!("no client can be made: {why}")))
@@ -121,35 +121,35 @@ impl Pool {
 
 /// A runtime and a pool of connections.
 pub(super) struct Network {
-    /// Present until it is dropped.
+    /// Runtime, until it is dropped.
     runtime: Option<Runtime>,
     http: HttpClient,
-    /// The process that has its threads.
+    /// Process that has the runtime's threads.
     process: u32,
 }
 
-/// What the service said last in a call.
+/// Last answer of the service in a call.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Answer {
-    /// The status of its answer, if it answered.
+    /// Status of the answer, if there was one.
     pub(super) status: Option<StatusCode>,
-    /// How long it asks to wait.
+    /// Time that the service asks to wait.
     pub(super) wait: Option<Duration>,
-    /// Whether the answer has a header that the services give each of theirs, and proxies do not.
+    /// `true` if the answer has a header that the services give each of their answers, and proxies do not.
     pub(super) is_of_service: bool,
-    /// Whether the request was one of those whose answers have no body.
+    /// `true` if the request was one whose answers have no body.
     pub(super) is_head: bool,
-    /// The host that was asked.
+    /// Host that was asked.
     pub(super) host: String,
-    /// What was asked in all.
+    /// Requests of the call so far.
     pub(super) requests: Requests,
-    /// Bytes of answers in all, but for those of objects that were asked for.
+    /// Bytes of the call's answers so far, except those of objects that were asked for.
     pub(super) received: u64,
-    /// What the requests carried, which no error repeats.
+    /// Secret values of the requests, which no error may repeat.
     pub(super) carried: Carried,
 }
 
-/// Headers that S3, Azure and GCS give each answer.
+/// Headers with the id of a request, in answers of S3, Azure and GCS.
 const OF_SERVICES: [&str; 3] = ["x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid"];
 
 impl Answer {
@@ -161,13 +161,13 @@ impl Answer {
 }
 
 tokio::task_local! {
-    /// Of the call that this task makes.
+    /// Answer of the call that this task makes.
     static ANSWER: Arc<Mutex<Answer>>;
-    /// Until when the rest of the bodies of its requests is held back.
+    /// Barrier that holds back the rest of the bodies of this task's requests.
     static HELD: Arc<Held>;
 }
 
-/// Bodies of which all but the first frame is held back until so many requests have sent that.
+/// A barrier for bodies: all but the first frame is held back until `expected` requests have sent that.
 pub(super) struct Held {
     expected: usize,
     arrived: AtomicUsize,
@@ -179,10 +179,10 @@ impl Held {
         Arc::new(Held { expected, arrived: AtomicUsize::new(0), go: Semaphore::new(0) })
     }
 
-    /// Runs a call whose request waits for the others behind the first frame of its body, as long as none has ended.
+    /// Runs a call whose request waits for the others after the first frame of its body, as long as none has ended.
     pub(super) async fn call<T>(self: Arc<Held>, call: impl Future<Output = T>) -> T {
         let done = HELD.scope(Arc::clone(&self), call).await;
-        // One that ends before it has begun would be waited for in vain.
+        // A call that ends before it has begun would be waited for in vain.
         self.go.add_permits(self.expected);
         done
     }
@@ -216,12 +216,12 @@ impl Network {
         Ok(Network { runtime: Some(runtime), http, process: std::process::id() })
     }
 
-    /// How the client library gets its HTTP client.
+    /// Returns the client library's way to this HTTP client.
     pub(super) fn connector(&self) -> Connector {
         Connector(self.http.clone())
     }
 
-    /// Runs a call of the client library on this thread: its outcome, and what the service said last.
+    /// Runs a call of the client library on this thread; returns its outcome, and the service's last answer.
     ///
     /// # Errors
     /// [`Kind::Unsupported`] in a process that was forked from the one that made this.
@@ -234,12 +234,12 @@ impl Network {
     }
 }
 
-/// A call that notes what the service says.
+/// Runs a call, recording the service's answers in `answer`.
 pub(super) fn noting<T>(answer: Arc<Mutex<Answer>>, call: impl Future<Output = T>) -> impl Future<Output = T> {
     ANSWER.scope(answer, call)
 }
 
-/// The outcome of a call, and what the service said last in it.
+/// Returns the outcome of a call, and the service's last answer in it.
 pub(super) async fn answered<T>(call: impl Future<Output = T>) -> (T, Answer) {
     let answer = Arc::new(Mutex::new(Answer::default()));
     let done = ANSWER.scope(Arc::clone(&answer), call).await;
@@ -257,7 +257,7 @@ impl Drop for Network {
     }
 }
 
-/// TLS by ring, with the certificates that this machine trusts.
+/// Configures TLS by ring, with the certificates that this machine trusts.
 fn trust() -> std::result::Result<rustls::ClientConfig, String> {
     let mut roots = rustls::RootCertStore::empty();
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
@@ -268,17 +268,17 @@ fn trust() -> std::result::Result<rustls::ClientConfig, String> {
     Ok(config.with_root_certificates(roots).with_no_client_auth())
 }
 
-/// Whether the HTTP library can ask this URL.
+/// Returns whether the HTTP library accepts this URL.
 pub(super) fn is_url(text: &str) -> bool {
     reqwest::Url::parse(text).is_ok()
 }
 
-/// Gives the client library this HTTP client.
+/// Connector that gives the client library this HTTP client.
 #[derive(Clone, Debug)]
 pub(crate) struct Connector(HttpClient);
 
 impl Connector {
-    /// The HTTP client itself.
+    /// Returns the HTTP client itself.
     #[cfg(any(feature = "gcs", feature = "s3"))]
     pub(crate) fn client(&self) -> HttpClient {
         self.0.clone()
@@ -291,7 +291,7 @@ impl HttpConnector for Connector {
     }
 }
 
-/// The connections to all services.
+/// Connections to all services.
 struct Connections {
     client: reqwest::Client,
     still_max: Duration,
@@ -319,7 +319,7 @@ impl fmt::Debug for Connections {
     }
 }
 
-/// What answers instead of connections.
+/// Simulated service that answers instead of connections.
 #[cfg(feature = "testing")]
 #[derive(Debug)]
 struct Simulated(Arc<dyn HttpService>);
@@ -335,7 +335,7 @@ impl HttpService for Simulated {
     }
 }
 
-/// Counts a request of this task's call, and notes what it carries.
+/// Counts a request of this task's call, and records the secret values it carries.
 fn asked(request: &HttpRequest) {
     note(|answer| {
         let (mut requests, mut carried) = (answer.requests, std::mem::take(&mut answer.carried));
@@ -374,13 +374,13 @@ impl HttpService for Connections {
     }
 }
 
-/// The number of bytes in `bytes=<first>-<last>`.
+/// Returns the number of bytes in `bytes=<first>-<last>`.
 fn range_bytes(header: &HeaderValue) -> Option<u64> {
     let (first, last) = header.to_str().ok()?.strip_prefix("bytes=")?.split_once('-')?;
     last.parse::<u64>().ok()?.checked_sub(first.parse().ok()?)?.checked_add(1)
 }
 
-/// How long a service asks to wait, in whole seconds: of a number that is too large for the type the largest.
+/// Returns the time that a service asks to wait, in whole seconds; the largest value for a number beyond the type.
 fn wait_of(header: &HeaderValue) -> Option<Duration> {
     let text = header.to_str().ok()?.trim();
     let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -401,21 +401,21 @@ fn count(requests: &mut Requests, method: &Method, query: &str) {
 }
 
 fn note(change: impl FnOnce(&mut Answer)) {
-    // A request outside of a call of ours says nothing that anybody asks for.
+    // A request outside of a call of ours is not recorded.
     let _ = ANSWER.try_with(|answer| change(&mut answer.lock().unwrap_or_else(PoisonError::into_inner)));
 }
 
-/// Nothing has moved for too long.
+/// Failure of a request without progress.
 #[derive(Debug, thiserror::Error)]
 #[error("nothing moved for {} s", .0.as_secs_f32())]
 struct Still(Duration);
 
-/// An answer came too slowly.
+/// Failure of an answer that was too slow.
 #[derive(Debug, thiserror::Error)]
 #[error("only {0} bytes of the answer came in {1} s")]
 struct Slow(u64, f32);
 
-/// An answer is longer than any that was asked for.
+/// Failure of an answer that is longer than any that was asked for.
 #[derive(Debug, thiserror::Error)]
 #[error("the answer has more than {0} bytes, and does not end")]
 struct Endless(u64);
@@ -439,7 +439,7 @@ async fn while_it_moves<T>(
     }
 }
 
-/// The client's error without the URL, which may hold a signature.
+/// Returns the client's error without the URL, which may contain a signature.
 fn failed(error: reqwest::Error) -> HttpError {
     let kind = match () {
         () if error.is_timeout() => HttpErrorKind::Timeout,
@@ -450,12 +450,12 @@ fn failed(error: reqwest::Error) -> HttpError {
     HttpError::new(kind, error.without_url())
 }
 
-/// The body of a request, which counts what the connection takes of it.
+/// Body of a request, which counts the bytes that the connection takes.
 struct Sent {
     body: HttpRequestBody,
     moved: Arc<AtomicU64>,
     has_begun: bool,
-    /// What it waits for behind its first frame.
+    /// Barrier to wait for after the first frame.
     held: Option<Wait>,
 }
 
@@ -489,7 +489,7 @@ impl Body for Sent {
     }
 }
 
-/// The body of an answer, which fails when nothing or little of it comes for too long, or too much.
+/// Body of an answer, which fails when it has no or little progress for too long, or is too long.
 struct Received {
     body: reqwest::Body,
     still: Pin<Box<Sleep>>,
@@ -497,14 +497,14 @@ struct Received {
     still_max: Duration,
     slow_max: Duration,
     received: u64,
-    /// What was received when `slow` was set.
+    /// Bytes received when `slow` was set.
     before: u64,
-    /// What was asked for of an object.
+    /// Bytes of an object that were asked for.
     expected: u64,
 }
 
 impl Received {
-    /// Counts bytes that have come.
+    /// Counts bytes that were received.
     fn take(&mut self, bytes: u64) -> std::result::Result<(), HttpError> {
         self.received += bytes;
         let beyond = bytes.min(self.received.saturating_sub(self.expected));

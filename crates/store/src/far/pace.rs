@@ -1,32 +1,32 @@
-//! How long reads take: one that takes much longer than its peers is asked for a second time.
+//! Measures how long reads take, so that a read much slower than its peers is requested a second time.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Reads whose times are compared: the last so many, and at least so many.
+/// Number of reads whose times are compared: at most, and at least.
 const PEERS_MAX: usize = 64;
 const PEERS_MIN: usize = 8;
 
-/// A read is late when its answer has not begun, or has not come, after so many times the median of its peers.
+/// Factor of the peers' median after which a read is late: its answer has not begun, or is not complete.
 const TIMES: u32 = 4;
 
-/// No read is late before; below, the median says more of this machine than of the service.
+/// Earliest time at which a read is late; below, the median depends on this machine more than on the service.
 pub(super) const SOONEST: Duration = Duration::from_millis(250);
 
-/// At most one read in so many is asked for a second time. More late ones are no exceptions, and a service that is
-/// slow as a whole becomes no faster by more requests.
+/// Share of reads that are requested a second time: at most one in 20. More late ones are no exceptions, and a service
+/// that is slow as a whole becomes no faster by more requests.
 const ONE_IN: u64 = 20;
 
-/// The times of the reads of a store.
+/// Times of the reads of a store.
 #[derive(Default)]
 pub(super) struct Pace(Mutex<Times>);
 
 #[derive(Default)]
 struct Times {
-    /// Until the answer began.
+    /// Times until the answer began.
     beginnings: VecDeque<Duration>,
-    /// In all, by the length of the read, in steps of a factor of four.
+    /// Total times, by the length of the read, in steps of a factor of four.
     of: HashMap<u32, VecDeque<Duration>>,
     asked: u64,
     asked_again: u64,
@@ -57,25 +57,25 @@ impl Pace {
         self.lock().asked += 1;
     }
 
-    /// Notes how long the answer to a read took to begin.
+    /// Records the time until the answer to a read began.
     pub(super) fn answered(&self, time: Duration) {
         note(&mut self.lock().beginnings, time);
     }
 
-    /// Notes how long a read took.
+    /// Records the time that a read took.
     pub(super) fn took(&self, bytes: u64, time: Duration) {
         note(self.lock().of.entry(length(bytes)).or_default(), time);
     }
 
-    /// After how long a read of that length is late, whose answer has begun or not; `None` as long as too few peers are
-    /// known.
+    /// Returns the time after which a read of that length is late, by whether its answer has begun; `None` as long as
+    /// too few peers are known.
     pub(super) fn late_after(&self, bytes: u64, has_begun: bool) -> Option<Duration> {
         let times = self.lock();
         let peers = if has_begun { times.of.get(&length(bytes))? } else { &times.beginnings };
         Some((median(peers)? * TIMES).max(SOONEST))
     }
 
-    /// Whether one more read may be asked for a second time, which is counted.
+    /// Returns whether one more read may be requested a second time, and counts it.
     pub(super) fn asks_again(&self) -> bool {
         let mut times = self.lock();
         let may = (times.asked_again + 1) * ONE_IN <= times.asked;

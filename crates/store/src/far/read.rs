@@ -1,5 +1,5 @@
-//! Ranges of an object, all of the version that was opened. One whose answer is late is asked for a second time: the
-//! first whole answer counts, and the other one is dropped with its connection.
+//! Reads ranges of an object, all of the version that was opened. A range whose answer is late is requested a second
+//! time: the first complete answer counts, and the other one is dropped with its connection.
 
 use std::future::ready;
 use std::ops::Range;
@@ -57,7 +57,7 @@ impl ObjectReader for FarReader {
         }
         let options =
             GetOptions { if_match: self.etag.clone(), version: self.version.clone(), ..GetOptions::default() };
-        // Both answers are the same bytes: what one of them has brought is not taken from the other.
+        // Both answers are the same bytes, so a range may take some bytes from each.
         let mut filled = first;
         let take = |_: usize, at: u64, piece: &[u8]| {
             let end = at + piece.len() as u64;
@@ -98,18 +98,18 @@ impl ObjectReader for FarReader {
     }
 }
 
-/// What an answer brings.
+/// Part of an answer.
 enum Piece {
     Beginning(ObjectMeta),
     Bytes(Bytes),
     End,
 }
 
-/// An answer, as far as it has come.
+/// An answer, as far as it was received.
 pub(super) struct Fetched {
-    /// Its number: 0 for the first request, 1 for the second.
+    /// Number of the request: 0 for the first, 1 for the second.
     pub(super) number: usize,
-    /// Where its next byte lies.
+    /// Offset of its next byte in the object.
     pub(super) at: u64,
     pub(super) meta: Option<ObjectMeta>,
     began: Instant,
@@ -118,11 +118,11 @@ pub(super) struct Fetched {
 }
 
 impl Place {
-    /// Reads a range of an object, as far as the object reaches. `take` gets what comes: the number of the answer,
-    /// where a piece lies, its bytes. The pieces of an answer come in their order.
+    /// Reads a range of an object, as far as the object reaches. `take` gets each piece: the number of the answer, the
+    /// offset, the bytes. The pieces of an answer come in their order.
     ///
     /// # Errors
-    /// The first request's, with what the service said.
+    /// The first request's, with the service's message.
     pub(super) fn fetch(
         &self,
         op: &'static str,
@@ -200,7 +200,7 @@ impl Place {
         }
     }
 
-    /// A request, and what comes of it.
+    /// Sends a request; returns the stream of its pieces.
     fn ask<'a>(
         &'a self,
         number: usize,
@@ -218,7 +218,7 @@ impl Place {
     }
 }
 
-/// Copies a piece that lies at `at` to all ranges that have some of it.
+/// Copies a piece that lies at `at` to all ranges that overlap it.
 fn scatter(at: u64, piece: &[u8], ranges: &mut [(u64, &mut [u8])]) {
     let end = at + piece.len() as u64;
     for (offset, buf) in ranges {

@@ -1,4 +1,4 @@
-//! An object that is being sent: in one request, or part by part.
+//! Sends an object: in one request, or part by part.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,9 +20,9 @@ pub(super) struct FarWriter {
     pub(super) path: Path,
     pub(super) bytes: u64,
     pub(super) part_bytes: u64,
-    /// The multipart upload, if it is one.
+    /// Id of the multipart upload, if it is one.
     pub(super) upload: Option<String>,
-    /// Of each part what completes the upload, once it was sent.
+    /// Ids of the parts that were sent, with which the upload is completed.
     pub(super) parts: Mutex<Vec<Option<PartId>>>,
     pub(super) is_finished: bool,
 }
@@ -32,7 +32,7 @@ impl FarWriter {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number of the part that these bytes are.
+    /// Returns the number of the part that these bytes are.
     fn part(&self, offset: u64, bytes: u64) -> Result<usize> {
         let expected = self.part_bytes.min(self.bytes.saturating_sub(offset));
         if !offset.is_multiple_of(self.part_bytes) || bytes != expected || offset > 0 && bytes == 0 {
@@ -77,7 +77,7 @@ impl FarWriter {
         }
     }
 
-    /// Makes a write from its own memory; a failed one comes back.
+    /// Sends a write from its own memory; returns it if it fails.
     pub(super) fn send<'a>(&self, write: Write<'a>) -> Result<(), Box<(Write<'a>, Error)>> {
         let part = match self.part(write.offset, write.bytes as u64) {
             Ok(part) => part,
@@ -98,7 +98,7 @@ impl FarWriter {
         })
     }
 
-    /// Completes the upload; a try whose answer was lost or cannot be understood is recognized by the object.
+    /// Completes the upload; a try whose answer was lost or cannot be parsed is recognized by the object.
     fn complete(&self, upload: &String, parts: Vec<PartId>) -> Result<()> {
         let completed = self.place.client().complete_multipart(&self.path, upload, parts);
         let error = match self.place.call("finish", &self.name, completed) {
@@ -151,9 +151,9 @@ impl Drop for FarWriter {
         if self.is_finished {
             return;
         }
-        // Whoever gave it up has its error; what cannot be removed now is debris, as after a crash.
+        // The caller has its error; parts that cannot be removed now are debris, as after a crash.
         match &self.upload {
-            // Twice: what the service had still to do with a part when it heard of the first comes after it.
+            // Twice, since the service may still have been processing a part when it received the first request.
             Some(upload) => {
                 for _ in 0..2 {
                     let abort = self.place.client().abort_multipart(&self.path, upload);
@@ -168,7 +168,7 @@ impl Drop for FarWriter {
     }
 }
 
-/// Memory that the client library sends: it goes back when no connection uses it any more.
+/// Memory that the client library sends; it is returned once no connection uses it.
 struct Lent {
     buffer: Arc<dyn Buffer>,
     bytes: usize,
@@ -180,7 +180,7 @@ impl AsRef<[u8]> for Lent {
     }
 }
 
-/// Memory of a write that failed, of which a connection may still send something.
+/// Memory of a failed write, which a connection may still be sending.
 struct CameBack(Arc<dyn Buffer>);
 
 // SAFETY: the range is that of the buffer within, which lives as long as this.

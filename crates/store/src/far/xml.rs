@@ -1,4 +1,4 @@
-//! What the XML interfaces of S3 and of Google Cloud Storage have in common, and the client library does not offer.
+//! Implements requests of the XML interfaces of S3 and Google Cloud Storage that the client library does not offer.
 
 use std::time::SystemTime;
 
@@ -7,7 +7,7 @@ use object_store::client::{HttpClient, HttpRequest, HttpResponse};
 use object_store::{Error as ClientError, Result};
 use serde::Deserialize;
 
-/// Sends a request of a service, `S3` or `GCS`. An answer without success is an error whose text is the answer's.
+/// Sends a request to a service, `S3` or `GCS`. An answer without success is an error with the answer's text.
 pub(crate) async fn answer(http: &HttpClient, service: &'static str, request: HttpRequest) -> Result<HttpResponse> {
     let response = http.execute(request).await.map_err(|error| other(service, error))?;
     if response.status().is_success() {
@@ -16,18 +16,18 @@ pub(crate) async fn answer(http: &HttpClient, service: &'static str, request: Ht
     Err(other(service, text(service, response).await?))
 }
 
-/// The text of an answer.
+/// Returns the text of an answer.
 pub(crate) async fn text(service: &'static str, response: HttpResponse) -> Result<String> {
     let bytes = response.into_body().bytes().await.map_err(|error| other(service, error))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// The error of a service.
+/// Makes the error of a service.
 pub(crate) fn other(service: &'static str, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> ClientError {
     ClientError::Generic { store: service, source: source.into() }
 }
 
-/// The text with every byte percent-encoded but letters, digits and `-._~/`: for queries, forms and headers.
+/// Percent-encodes every byte but letters, digits and `-._~/`: for queries, forms and headers.
 pub(crate) fn percent_encoded(text: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
     text.bytes().fold(String::new(), |mut out, byte| {
@@ -39,15 +39,15 @@ pub(crate) fn percent_encoded(text: &str) -> String {
     })
 }
 
-/// The uploads below a prefix of a bucket, listed page by page.
+/// Uploads below a prefix of a bucket, listed page by page.
 /// <https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListMultipartUploads.html>,
 /// <https://cloud.google.com/storage/docs/xml-api/get-bucket-uploads>
 pub(crate) struct UploadList<'a> {
     service: &'static str,
     prefix: &'a str,
-    /// Behind which key and which upload the next page begins; empty for the first.
+    /// Key and upload after which the next page begins; empty for the first.
     markers: (String, String),
-    /// Path, id, when it was begun.
+    /// Path, id and time of beginning of each upload.
     pub(crate) found: Vec<(String, String, SystemTime)>,
 }
 
@@ -78,7 +78,7 @@ impl<'a> UploadList<'a> {
         UploadList { service, prefix, markers: Default::default(), found: Vec::new() }
     }
 
-    /// The query of the bucket that asks for the next page.
+    /// Returns the query of the bucket for the next page.
     pub(crate) fn query(&self) -> Vec<(&str, &str)> {
         let mut query = vec![("uploads", ""), ("prefix", self.prefix)];
         if !self.markers.0.is_empty() {
@@ -87,7 +87,7 @@ impl<'a> UploadList<'a> {
         query
     }
 
-    /// Takes the answer to it; whether there is another page.
+    /// Adds the answer to that query; returns whether there is another page.
     pub(crate) fn take(&mut self, answer: &str) -> Result<bool> {
         let page: Page = quick_xml::de::from_str(answer).map_err(|error| other(self.service, error))?;
         for Listed { key, id, begun } in page.uploads {
@@ -95,7 +95,7 @@ impl<'a> UploadList<'a> {
             self.found.push((key, id, begun.into()));
         }
         let next = (page.next_key_marker.unwrap_or_default(), page.next_upload_id_marker.unwrap_or_default());
-        // A server that repeats a page would keep this going for ever.
+        // Ends the list if a server repeats a page, which would continue for ever.
         let goes_on = page.is_truncated && next != self.markers;
         self.markers = next;
         Ok(goes_on)

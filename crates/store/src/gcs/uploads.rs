@@ -1,4 +1,4 @@
-//! Uploads that were begun and not completed, which the client library does not list.
+//! Lists uploads that are begun and not completed, which the client library does not list.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -11,21 +11,21 @@ use object_store::gcp::GoogleCloudStorage;
 use crate::far::ListUploads;
 use crate::far::xml::{self, UploadList, percent_encoded};
 
-/// What the client library calls this service in its errors.
+/// Name of this service in the client library's errors.
 const SERVICE: &str = "GCS";
 
-/// The lists of a bucket.
+/// Lists of a bucket.
 pub(super) struct Uploads {
     client: Arc<GoogleCloudStorage>,
     http: HttpClient,
-    /// The bucket's.
+    /// URL of the bucket.
     url: String,
-    /// Whether requests carry credentials.
+    /// `true` if requests carry credentials.
     is_signed: bool,
 }
 
 impl Uploads {
-    /// Those of a bucket of the service at `base`, with the credentials of this client.
+    /// Makes the lists of a bucket of the service at `base`, with the credentials of this client.
     pub(super) fn new(
         client: Arc<GoogleCloudStorage>,
         http: HttpClient,
@@ -37,7 +37,7 @@ impl Uploads {
         Uploads { client, http, url, is_signed }
     }
 
-    /// The text of what the service answers to this query of the bucket.
+    /// Returns the text of the service's answer to this query of the bucket.
     async fn ask(&self, query: &[(&str, &str)]) -> object_store::Result<String> {
         let query: Vec<_> = query.iter().map(|(name, value)| format!("{name}={}", percent_encoded(value))).collect();
         let mut request = HttpRequest::new(HttpRequestBody::empty());

@@ -1,11 +1,11 @@
-//! Writes through a ring: kept in flight by the calling thread, continued where they were cut short.
+//! Writes through a ring: the calling thread keeps writes in flight and continues short ones.
 
 use super::{LocalWriter, failed, of_errno};
 use crate::disk::{Disk, Errno, Flight, Ring};
 use crate::write::{Next, Write, Writes};
 use crate::{Error, Kind, Result};
 
-/// Writes in flight: with requests of 1 MiB, enough for a fast device and not so many that each waits for long.
+/// Number of writes in flight: with requests of 1 MiB enough for a fast device, and not so many that each waits long.
 pub(super) const DEPTH: u32 = 8;
 
 /// A write of which some part is in flight.
@@ -13,11 +13,11 @@ struct Begun<'a, D: Disk> {
     object: &'a LocalWriter<D>,
     number: usize,
     end: usize,
-    /// Whether the last answer brought it no unit further: once may be chance, twice is a defect.
+    /// `true` if the last answer advanced it by no unit: once may be chance, twice is a defect.
     stalled: bool,
 }
 
-/// As [`Store::write_all`](crate::Store::write_all).
+/// Implements [`Store::write_all`](crate::Store::write_all) through a ring.
 pub(super) fn write_all<'a, D: Disk>(mut ring: D::Ring, writes: &dyn Writes<'a>) -> Result<()> {
     let mut begun: Vec<Option<Begun<'a, D>>> = (0..DEPTH).map(|_| None).collect();
     let mut failure: Option<Error> = None;
@@ -74,17 +74,19 @@ fn begin<'a, D: Disk>(
     Ok(())
 }
 
-/// The state of a write after an answer.
+/// State of a write after an answer.
 enum Advanced<'a, D: Disk> {
-    /// The rest of it is in flight, at that place.
+    /// The rest is in flight, at that index.
     Goes(usize, Begun<'a, D>),
     Done,
-    /// It failed, and is as it was before it was begun.
+    /// The write failed, and is returned as it was before it began.
     Failed(Write<'a>, Error),
 }
 
+/// Continues a write after the ring's answer, until all of it is written.
+///
 /// # Errors
-/// That of the ring, which takes nothing more.
+/// The error of the ring, which accepts nothing more.
 fn advance<'a, D: Disk>(
     ring: &mut D::Ring,
     mut write: Begun<'a, D>,
@@ -99,7 +101,7 @@ fn advance<'a, D: Disk>(
             return Ok(Advanced::Failed(whole(write, flight), error));
         }
         Ok(taken) => {
-            // The rest of a direct write must be aligned again: what was written of a unit is written once more.
+            // The rest of a direct write must be aligned again: bytes of an incomplete unit are written once more.
             let units = taken - taken % alignment;
             if units == 0 && (taken == 0 || write.stalled) {
                 let message = format!("expected {} bytes to be written, found {taken}", flight.range.len());
@@ -119,7 +121,7 @@ fn advance<'a, D: Disk>(
     Ok(Advanced::Goes(place, write))
 }
 
-/// The write of which this was a part.
+/// Returns the whole write of which this was a part.
 fn whole<'a, D: Disk>(begun: Begun<'a, D>, flight: Flight) -> Write<'a> {
     let Begun { object, number, end, .. } = begun;
     let offset = flight.offset - flight.range.start as u64;

@@ -1,4 +1,4 @@
-//! What the kernel and a directory offer, found by trying; for people who ask why a machine is slow.
+//! Probes what the kernel and a directory offer, for users who ask why a machine is slow.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -9,34 +9,34 @@ use crate::disk::{Disk, RealDisk};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Store, cachestat, name, uring};
 
-/// What the kernel offers this process.
+/// Features that the kernel offers this process.
 #[derive(Debug)]
 pub struct Kernel {
-    /// Whether a write through `io_uring` succeeds, and if so whether the ring keeps numbered buffers mapped.
+    /// Result of a write through `io_uring`: whether the ring keeps numbered buffers mapped.
     pub io_uring: Result<bool>,
-    /// Whether the kernel tells how much of a file is in the page cache.
+    /// Result of asking how much of a file is in the page cache.
     pub cachestat: Result<()>,
 }
 
-/// What a directory offers.
+/// Features that a directory offers.
 #[derive(Debug)]
 pub struct Directory {
-    /// The directory itself, or the nearest one above that exists: everything below was tried there.
+    /// Path of the directory, or of the nearest existing one above: everything below was tried there.
     pub path: PathBuf,
-    /// The file system that is mounted there; `None` where `/proc` does not tell.
+    /// File system that is mounted there; `None` if `/proc` does not tell.
     pub mount: Option<Mount>,
-    /// Bytes that this process may still take there.
+    /// Bytes that this process may still allocate there.
     pub free_bytes: Option<u64>,
-    /// Whether files there take direct writes, once a small object was published there durably and removed.
+    /// Result of publishing a small object there durably, and removing it: whether files there take direct writes.
     pub takes_direct: Result<bool>,
 }
 
 /// A mounted file system.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Its type as in `/etc/fstab`: `ext4`, `nfs4`.
+    /// Type as in `/etc/fstab`: `ext4`, `nfs4`.
     pub file_system: String,
-    /// Where it is mounted.
+    /// Path of the mount point.
     pub point: PathBuf,
 }
 
@@ -52,7 +52,7 @@ pub fn kernel() -> Kernel {
 /// Tries the directory at a URL, and leaves it as it was.
 ///
 /// # Errors
-/// [`Kind::Invalid`] where the URL is no path of a file system or leads through something that is no directory, and as
+/// [`Kind::Invalid`] if the URL is no path of a file system or passes through something that is no directory, and as
 /// [`open`](crate::open).
 pub fn directory(url: &str) -> Result<Directory> {
     let absolute = crate::absolute(url)?;
@@ -84,14 +84,15 @@ fn try_out(dir: &Path) -> Result<bool> {
     published.and(deleted).map(|()| takes_direct)
 }
 
-/// The mount under which the absolute path `path` lies, given the contents of `/proc/self/mountinfo` (see proc(5)).
+/// Returns the mount that contains the absolute path `path`, given the contents of `/proc/self/mountinfo` (see
+/// proc(5)).
 fn mount_of(path: &Path, mounts: &[u8]) -> Option<Mount> {
     let mut found: Option<Mount> = None;
     for line in mounts.split(|&byte| byte == b'\n') {
         let mut words = line.split(|&byte| byte == b' ');
         let (Some(point), Some(_)) = (words.nth(4), words.find(|word| *word == b"-")) else { continue };
         let (point, Some(file_system)) = (unescaped(point), words.next()) else { continue };
-        // Of two mounts at one place the later one hides the earlier one.
+        // The later one of two mounts at one place hides the earlier one.
         let is_nearer = found.as_ref().is_none_or(|found| point.starts_with(&found.point));
         if path.starts_with(&point) && is_nearer {
             found = Some(Mount { file_system: String::from_utf8_lossy(file_system).into_owned(), point });
@@ -100,7 +101,7 @@ fn mount_of(path: &Path, mounts: &[u8]) -> Option<Mount> {
     found
 }
 
-/// A path of which some bytes are written as a backslash and three octal digits.
+/// Decodes a path in which some bytes are written as a backslash and three octal digits.
 fn unescaped(mut rest: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(rest.len());
     loop {

@@ -1,4 +1,4 @@
-//! Reads of one file: cached ranges through the page cache, others past it if the file is large.
+//! Reads one file: cached ranges through the page cache, others past it if the file is large.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,22 +11,23 @@ use crate::error::too_short;
 use crate::map::{Lending, UNIT_BYTES};
 use crate::{Fetch, Kind, Lent, Mapping, ObjectReader, PageCache, Result, Upcoming, one_by_one};
 
-/// From this length on a read that has to wait for the device is announced to the kernel as a whole. Its own read-ahead
-/// guesses from the order in which it sees requests, and several ranges of one file read at a time make it guess wrong.
+/// Length, in bytes, from which a read that must wait for the device is announced to the kernel as a whole. The
+/// kernel's own read-ahead guesses from the order of requests, and several ranges of one file read at a time mislead
+/// it.
 const PREFETCH_BYTES_MIN: usize = 128 * 1024;
 
-/// From this length on a range that lies in the page cache is lent: to map and to unmap a shorter one takes as long as
-/// to copy it.
+/// Length, in bytes, from which a cached range is lent: mapping and unmapping a shorter one takes as long as copying
+/// it.
 const LENT_BYTES_MIN: usize = 256 * 1024;
 
-/// How an announced range gets into the page cache.
+/// Way in which an announced range gets into the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Announced {
-    /// The kernel was asked for it.
+    /// The kernel was asked to prefetch it.
     Range,
-    /// By page faults of its reader.
+    /// Page faults of its reader fetch it.
     Units,
-    /// Not at all: it was missing, and a further query of the kernel would have begun to fetch it.
+    /// Nothing fetches it: it was missing, and another query of the kernel would have begun to fetch it.
     Not,
 }
 
@@ -34,15 +35,15 @@ fn is_most_of(bytes: u64) -> impl Fn(u64) -> bool {
     move |cached| cached >= bytes / 2
 }
 
-/// An open file.
+/// An open file for reading.
 pub(super) struct LocalReader<D: Disk> {
     disk: Arc<D>,
     file: D::File,
-    /// The same file past the page cache, if it is large.
+    /// Handle of the same file past the page cache, if it is large.
     direct: Option<D::File>,
-    /// Where ranges begin that were not in the page cache when they were announced, and how they get there.
+    /// Offsets of announced ranges that were not in the page cache, and how they get there.
     announced: Mutex<BTreeMap<u64, Announced>>,
-    /// Made when a range is first to be lent. `None` where that is not possible.
+    /// Mapping, made when a range is first to be lent; `None` if that is not possible.
     mapping: OnceLock<Option<Arc<Mapping>>>,
     lending: Arc<Lending>,
     path: PathBuf,
@@ -159,7 +160,7 @@ impl<D: Disk> PageCache for LocalReader<D> {
 }
 
 impl<D: Disk> LocalReader<D> {
-    /// A file that is open, `direct` a second time, past the page cache.
+    /// Makes a reader of an open file; `direct` is a second handle, past the page cache.
     pub(super) fn new(
         disk: Arc<D>,
         file: D::File,
@@ -171,13 +172,13 @@ impl<D: Disk> LocalReader<D> {
         Self { disk, file, direct, announced: Mutex::default(), mapping: OnceLock::new(), lending, path, bytes }
     }
 
-    /// All of it, for ranges to be lent from.
+    /// Returns the mapping of the whole file, from which ranges are lent.
     fn mapping(&self) -> Option<&Arc<Mapping>> {
         let map = || self.disk.map_for_lending(&self.file, self.bytes).ok().map(Arc::new);
         self.mapping.get_or_init(map).as_ref()
     }
 
-    /// Whether page faults of its reader fetch a range best, and nothing outside of what will be `lent`.
+    /// Returns whether page faults of a range's reader fetch it best, and nothing outside of `lent`.
     fn fetches_units(&self, offset: u64, bytes: u64, lent: &Range<u64>) -> bool {
         let first = offset / UNIT_BYTES * UNIT_BYTES;
         let end = offset.saturating_add(bytes).next_multiple_of(UNIT_BYTES).min(self.bytes);
@@ -185,12 +186,13 @@ impl<D: Disk> LocalReader<D> {
         is_wanted && self.direct.is_some() && self.mapping().is_some_and(|mapping| mapping.fetches_units())
     }
 
-    /// Whether most of a range lies in the page cache: missing pages are then read through it.
+    /// Returns whether most of a range lies in the page cache: missing pages are then read through it.
     fn is_cached(&self, offset: u64, bytes: u64) -> bool {
         self.cached(offset, bytes).map_or(true, is_most_of(bytes))
     }
 
-    /// How much of a range lies in the page cache; if the kernel cannot say so, all of it if its first page does.
+    /// Returns how many bytes of a range lie in the page cache; if the kernel cannot tell, all of it if its first page
+    /// does.
     fn cached(&self, offset: u64, bytes: u64) -> Sys<u64> {
         self.disk.cached_bytes(&self.file, offset, bytes).or_else(|_| {
             let is_there = self.disk.reads_at_once(&self.file, offset)?;
@@ -202,14 +204,14 @@ impl<D: Disk> LocalReader<D> {
         self.announced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads past the page cache what can be read so, and through it the rest. Address and offset are aligned.
+    /// Reads past the page cache as far as possible, and the rest through it. Address and offset must be aligned.
     fn fill_past(&self, direct: &D::File, offset: u64, buf: &mut [u8]) -> Result<()> {
         let units = buf.len() - buf.len() % ALIGNMENT;
         let done = self.fill_units(direct, offset, &mut buf[..units])?;
         self.fill(offset + done as u64, &mut buf[done..])
     }
 
-    /// Reads whole units past the page cache as far as that goes; how many bytes.
+    /// Reads whole units past the page cache as far as possible; returns the number of bytes.
     fn fill_units(&self, direct: &D::File, offset: u64, buf: &mut [u8]) -> Result<usize> {
         let mut done = 0;
         while done < buf.len() {

@@ -1,4 +1,4 @@
-//! A file that is written: by direct writes or through the page cache, and made durable at its end.
+//! Writes a file, by direct writes or through the page cache, and makes it durable at its end.
 
 use std::any::Any;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use super::{WRITE_BACK_BYTES_MIN, failed, no_room, uninterrupted};
 use crate::disk::{Disk, Errno};
 use crate::{Error, Kind, ObjectWriter, Result};
 
-/// A file being written; removed when dropped, unless it is finished.
+/// A file that is being written; removed when dropped, unless it is finished.
 pub(super) struct LocalWriter<D: Disk> {
     pub(super) disk: Arc<D>,
     pub(super) file: D::File,
@@ -58,7 +58,7 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
         while done < bytes.len() {
             let written = uninterrupted(|| self.disk.pwrite(&self.file, &bytes[done..], offset + done as u64))
                 .map_err(|errno| self.failed("write", errno))?;
-            // The rest of a direct write must be aligned again: what was written of a unit is written once more.
+            // The rest of a direct write must be aligned again: bytes of an incomplete unit are written once more.
             let whole = written - written % self.alignment;
             if whole == 0 && (written == 0 || stalled) {
                 let message = format!("expected {} bytes to be written, found {written}", bytes.len() - done);

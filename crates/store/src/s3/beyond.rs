@@ -1,4 +1,4 @@
-//! What S3 offers and the client library does not.
+//! Implements operations of S3 that the client library does not offer.
 //!
 //! The client library knows an object's URL and signs such a request. Here it is sent, and its answer read.
 
@@ -20,21 +20,21 @@ use serde::{Deserialize, Serialize};
 use crate::far::xml::{self, UploadList, percent_encoded};
 use crate::far::{Beyond, ListUploads};
 
-/// What the client library calls this service in its errors.
+/// Name of this service in the client library's errors.
 const SERVICE: &str = "S3";
 
-/// How long the signature of a URL would be valid, which is not sent.
+/// Validity of the signature of a URL, which is not sent.
 const VALID: Duration = Duration::from_secs(15 * 60);
 
 pub(super) struct BeyondClient {
     client: Arc<AmazonS3>,
-    /// What builds the same client without checksums of its own; `None` where one client must do for all.
+    /// Builder of the same client without checksums of its own; `None` if one client must do for all.
     unsummed: Option<AmazonS3Builder>,
     http: HttpClient,
-    /// The service and the bucket.
+    /// Service and bucket.
     place: (String, String),
     region: String,
-    /// Whether who asks pays.
+    /// `true` if the requester pays.
     is_payer: bool,
 }
 
@@ -51,8 +51,8 @@ impl BeyondClient {
         BeyondClient { client, unsummed, http, place, region, is_payer }
     }
 
-    /// Makes a request for an object, or for the bucket where the path is empty. An answer without success is an error
-    /// whose text is the answer's.
+    /// Makes a request for an object, or for the bucket if the path is empty. An answer without success is an error
+    /// with the answer's text.
     async fn ask(
         &self,
         method: Method,
@@ -60,7 +60,7 @@ impl BeyondClient {
         query: &[(&str, &str)],
         headers: HeaderMap,
     ) -> object_store::Result<HttpResponse> {
-        // The library tells where an object is in a URL that it signs. Proxies write URLs into their logs: the
+        // The library returns an object's address in a URL that it signs. Proxies write URLs into their logs: the
         // signature, and the token of a session, go into headers instead.
         let options = SignedUrlOptions::new().with_query(query.iter().copied());
         let mut url = self.client.signed_url_opts(method.clone(), path, VALID, &options).await?;
@@ -88,13 +88,13 @@ fn other(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> ClientE
     xml::other(SERVICE, source)
 }
 
-/// The header that names what is copied, `bucket/path`, each byte but a few percent-encoded.
+/// Returns the header that names the source of a copy, `bucket/path`, percent-encoded.
 fn copied(source: &str) -> object_store::Result<(HeaderName, HeaderValue)> {
     let encoded = HeaderValue::from_str(&percent_encoded(source)).map_err(other)?;
     Ok((HeaderName::from_static("x-amz-copy-source"), encoded))
 }
 
-/// What a service says of a copy that it has made. It may send an error behind the status of success.
+/// Answer of a service to a copy that it has made. It may send an error after the status of success.
 #[derive(Deserialize)]
 struct Made {
     #[serde(rename = "ETag")]
@@ -104,15 +104,15 @@ struct Made {
 }
 
 impl Made {
-    /// What an answer to a copy says.
+    /// Parses an answer to a copy.
     fn of(answer: String) -> object_store::Result<Made> {
-        // The words of an error tell what it is; those of anything else stay here.
+        // The text of an error describes it; any other text is not repeated.
         let is_error = answer.contains("<Code>");
         quick_xml::de::from_str(&answer).map_err(|error| if is_error { other(answer) } else { other(error) })
     }
 }
 
-/// What the client library takes for a part's id where parts have checksums, in its pinned version.
+/// Format of a part's id in the client library, in its pinned version, if parts have checksums.
 #[derive(Serialize)]
 struct PartMetadata {
     e_tag: String,

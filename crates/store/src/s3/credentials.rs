@@ -1,4 +1,5 @@
-//! The keys of the current profile, renewed when they may have changed: one request asks, the others wait for it.
+//! Provides the keys of the current profile, renewed when they may have changed: one request asks, the others wait for
+//! it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,20 +10,20 @@ use object_store::aws::AwsCredential;
 use super::profile::{Files, Lasting, NOT_PRINTABLE, Profile, can_sign};
 use crate::{Error, Kind, Result};
 
-/// How long before they expire keys are renewed, but for such as last so short that they are used for half of it.
+/// Time before expiry at which keys are renewed; keys that last shorter are used for half of their time.
 const RENEW_BEFORE: Duration = Duration::from_secs(300);
 
-/// How long keys that have not expired are used on after their renewal failed.
+/// Time for which keys that have not expired are still used after their renewal failed.
 const USE_ON: Duration = Duration::from_secs(10);
 
-/// How long a command that prints keys may take.
+/// Time limit of a command that prints keys.
 const ASKING_MAX: Duration = Duration::from_secs(60);
 
-/// Says the keys of the current profile, renewed when they may have changed.
+/// Provider of the current profile's keys, renewed when they may have changed.
 #[derive(Debug, Default)]
 pub(super) struct ProfileCredentials {
     known: Mutex<Option<Known>>,
-    /// Held by the request that asks; the others wait for what it finds.
+    /// Lock of the request that asks; the others wait for its result.
     asking: tokio::sync::Mutex<()>,
 }
 
@@ -30,7 +31,7 @@ pub(super) struct ProfileCredentials {
 struct Known {
     credential: Arc<AwsCredential>,
     asked: Instant,
-    /// When to ask again.
+    /// Time at which to ask again.
     until: Instant,
     expires: Instant,
 }
@@ -50,7 +51,7 @@ impl ProfileCredentials {
         self.known().as_ref().filter(|known| Instant::now() < known.until).map(|known| Arc::clone(&known.credential))
     }
 
-    /// Forgets keys that are known since before this time: the service does not take them.
+    /// Forgets keys obtained before this time, since the service rejects them.
     pub(super) fn forget(&self, before: Instant) {
         self.known().take_if(|known| known.asked <= before);
     }
@@ -85,7 +86,7 @@ impl CredentialProvider for ProfileCredentials {
                 *known = Some(Known { credential: Arc::clone(&credential), asked: now, until, expires: now + lasts });
                 Ok(credential)
             }
-            // What it says now may be different in a moment; these are still good.
+            // The answer may be different in a moment; these keys are still valid.
             (Err(_), Some(known)) if now < known.expires => {
                 known.until = now + USE_ON;
                 Ok(Arc::clone(&known.credential))

@@ -1,4 +1,4 @@
-//! Credentials and settings from the files of AWS's tools: `~/.aws/credentials` and `~/.aws/config`.
+//! Reads credentials and settings from the files of AWS's tools: `~/.aws/credentials` and `~/.aws/config`.
 //!
 //! A profile may hold keys, or a command that prints them (`credential_process`, whose output is specified in AWS's
 //! "Sourcing credentials with an external process"). Roles, SSO and codes of MFA are left to AWS's own command, which
@@ -15,34 +15,34 @@ use serde::Deserialize;
 
 use crate::{Error, Kind, Result};
 
-/// How long keys of a file are taken to last. It is read again after half of that: other programs may renew them.
+/// Time for which keys of a file count as valid. It is read again after half of that: other programs may renew them.
 const OF_A_FILE: Duration = Duration::from_secs(120);
 
-/// How long keys are used that come without an expiration.
+/// Time for which keys without an expiration are used.
 const NEVER_SAID: Duration = Duration::from_secs(24 * 3600);
 
-/// Why there is no such profile.
+/// Reason why there is no such profile.
 const NOWHERE: &str = "neither ~/.aws/config nor ~/.aws/credentials has it";
 
 /// Settings of a profile whose keys AWS's command finds.
 const OF_ROLES: [&str; 3] = ["role_arn", "source_profile", "credential_source"];
 const OF_SSO: [&str; 2] = ["sso_session", "sso_start_url"];
 
-/// What helps where the command does not.
+/// Advice for a profile whose keys the command cannot find.
 const OTHERWISE: &str = "let `credential_process` or the environment give the keys (of a web identity: AWS_ROLE_ARN \
                          and AWS_WEB_IDENTITY_TOKEN_FILE)";
 
-/// Keys, and how long they last.
+/// Keys, and the time that they last.
 pub(super) type Lasting = (AwsCredential, Duration);
 
-/// Both files, as they are now; empty if they are absent.
+/// Contents of both files, as they are now; empty if they are absent.
 pub(super) struct Files {
     pub(super) config: String,
     pub(super) credentials: String,
 }
 
 impl Files {
-    /// Reads them from where the environment says, or from `~/.aws`.
+    /// Reads both files from the paths in the environment, or from `~/.aws`.
     pub(super) fn read() -> Files {
         let read = |name: &str, file: &str| {
             let home = || Some(PathBuf::from(variable("HOME")?).join(".aws").join(file));
@@ -55,7 +55,7 @@ impl Files {
         }
     }
 
-    /// The profile of this name; `None` if neither has it.
+    /// Returns the profile of this name; `None` if neither file has it.
     pub(super) fn profile(&self, name: &str) -> Option<Profile> {
         let mut found: Option<BTreeMap<String, String>> = None;
         // Keys in the file of credentials count more than those beside the settings.
@@ -80,37 +80,37 @@ pub(super) struct Profile {
 }
 
 impl Profile {
-    /// The profile that `AWS_PROFILE` names, or `default`; `None` where no file has the latter.
+    /// Returns the profile that `AWS_PROFILE` names, or `default`; `None` if no file has the latter.
     ///
     /// # Errors
-    /// [`Kind::Invalid`] if the named one is nowhere.
+    /// [`Kind::Invalid`] if no file has the named one.
     pub(super) fn current(files: &Files) -> Result<Option<Profile>> {
         let Some(name) = Profile::named() else { return Ok(files.profile("default")) };
         let nowhere = || Profile { name: name.clone(), settings: BTreeMap::new() }.fail(NOWHERE);
         files.profile(&name).map(Some).ok_or_else(nowhere)
     }
 
-    /// The name of the profile that the environment asks for.
+    /// Returns the name of the profile that the environment asks for.
     pub(super) fn named() -> Option<String> {
         ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"].into_iter().find_map(variable)
     }
 
-    /// An error of this profile.
+    /// Makes an error of this profile.
     pub(super) fn fail(&self, why: &str) -> Error {
         Error::new(Kind::Invalid, "open", format!("AWS profile {:?}", self.name), why)
     }
 
-    /// The value of a setting, such as `region`.
+    /// Returns the value of a setting, such as `region`.
     pub(super) fn get(&self, setting: &str) -> Option<&str> {
         self.settings.get(setting).map(String::as_str).filter(|value| !value.is_empty())
     }
 
-    /// Whether it has keys or a way to them.
+    /// Returns whether the profile has keys or says how to obtain them.
     pub(super) fn gives_keys(&self) -> bool {
         self.left_to_aws().is_some() || self.has_keys()
     }
 
-    /// Whether it takes a role with the keys of the environment.
+    /// Returns whether the profile takes a role with the keys of the environment.
     pub(super) fn takes_role_with_environment(&self) -> bool {
         self.get("role_arn").is_some() && self.get("credential_source") == Some("Environment")
     }
@@ -119,7 +119,7 @@ impl Profile {
         self.get("credential_process").is_some() || self.get("aws_access_key_id").is_some()
     }
 
-    /// The setting for which AWS's command finds the keys. A role counts more than keys, and these more than SSO.
+    /// Returns the setting for which AWS's command finds the keys. A role has priority over keys, and keys over SSO.
     fn left_to_aws(&self) -> Option<&'static str> {
         let first = |settings: &[&'static str]| settings.iter().copied().find(|setting| self.get(setting).is_some());
         first(&OF_ROLES).or_else(|| first(&OF_SSO).filter(|_| !self.has_keys()))
@@ -134,12 +134,12 @@ impl Profile {
     }
 }
 
-/// The value of a variable of the environment that is not empty.
+/// Returns the value of an environment variable, if it is not empty.
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// The settings of a section; indented lines belong to a nested setting, which none of ours is.
+/// Returns the settings of a section; indented lines belong to a nested setting, which is never one of ours.
 fn section_of(text: &str, section: &str) -> Option<BTreeMap<String, String>> {
     let mut found: Option<BTreeMap<String, String>> = None;
     let mut is_inside = false;
@@ -156,7 +156,7 @@ fn section_of(text: &str, section: &str) -> Option<BTreeMap<String, String>> {
     found
 }
 
-/// What such a command prints.
+/// Output of such a command.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Printed {
@@ -167,17 +167,17 @@ struct Printed {
     expiration: Option<String>,
 }
 
-/// Why keys cannot be used.
+/// Reason why keys cannot be used.
 pub(super) const NOT_PRINTABLE: &str = "expected a key and a token of printable characters, found others";
 
-/// Whether a request can be signed with these keys: the client library panics where a header cannot hold them.
+/// Returns whether a request can be signed with these keys: the client library panics if a header cannot hold them.
 pub(super) fn can_sign(keys: &AwsCredential) -> bool {
     let mut sent = std::iter::once(&keys.key_id).chain(&keys.token);
     sent.all(|sent| HeaderValue::from_str(sent).is_ok())
 }
 
 impl Profile {
-    /// Returns its keys, or those that its command or AWS's prints, and how long they last.
+    /// Returns the profile's keys, or those that its command or AWS's prints, and how long they last.
     ///
     /// # Errors
     /// [`Kind::Invalid`] if a key has no secret, or the command fails or prints something else.
@@ -216,7 +216,7 @@ impl Profile {
     }
 }
 
-/// How long keys last that expire then, a time as in RFC 3339; else what is wrong with it.
+/// Returns how long keys last that expire at `expiration`, a time as in RFC 3339; else what is wrong with it.
 fn lasts_until(expiration: &str) -> std::result::Result<Duration, String> {
     let at = chrono::DateTime::parse_from_rfc3339(expiration)
         .map_err(|_| format!("expected Expiration as in RFC 3339, found {expiration:?}"))?;

@@ -1,14 +1,14 @@
-//! Repeatable chance.
+//! Draws random choices that a seed repeats.
 
-/// What a crash keeps, by seed.
+/// Random choice of what a crash keeps, by seed.
 pub(super) struct Chance {
     state: u64,
-    /// Of 256.
+    /// Share that is kept, of 256.
     keeps_of_256: u64,
 }
 
 impl Chance {
-    /// What becomes of one inode.
+    /// Makes the choices for one inode.
     pub(super) fn of(seed: u64, inode: u64) -> Self {
         let state = Chance { state: seed ^ inode.rotate_left(32), keeps_of_256: 0 }.next();
         Self { state, ..Self::new(seed) }
@@ -23,7 +23,7 @@ impl Chance {
         Self { state: seed, keeps_of_256 }
     }
 
-    /// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    /// Draws by SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
     fn next(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;

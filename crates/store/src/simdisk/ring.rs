@@ -1,9 +1,9 @@
-//! Writes in flight to a simulated disk.
+//! Simulates writes in flight to a simulated disk.
 
 use super::{Chance, SimDisk, SimFile};
 use crate::disk::{Disk, Errno, Flight, Ring, Sys};
 
-/// Writes in flight to a [`SimDisk`]: each is made when it is waited for, in an order of its own.
+/// Queue of writes in flight to a [`SimDisk`]: each is made when it is waited for, in an order of its own.
 pub struct SimRing {
     pub(super) disk: SimDisk,
     pub(super) depth: usize,

@@ -1,4 +1,4 @@
-//! HTTP/1.1 as tests need it: a server of theirs, which may pass requests on to a real one.
+//! Implements HTTP/1.1 as tests need it: a server of their own, which may pass requests on to a real one.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,7 +8,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub(crate) struct Message {
     pub(crate) first: String,
-    /// Their names in lower case.
+    /// Headers, with names in lower case.
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) body: Vec<u8>,
 }
@@ -62,7 +62,8 @@ fn answer_all(client: &TcpStream, answer: &impl Fn(Message) -> Option<Message>) 
     }
 }
 
-/// A server that answers so as long as this process runs: where it is. Without an answer it closes the connection.
+/// Starts a server that answers like this as long as this process runs; returns its URL. Without an answer it closes
+/// the connection.
 pub(crate) fn serve(answer: impl Fn(Message) -> Option<Message> + Send + Sync + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
@@ -76,12 +77,12 @@ pub(crate) fn serve(answer: impl Fn(Message) -> Option<Message> + Send + Sync + 
     endpoint
 }
 
-/// An answer with this status, such as `200 OK`.
+/// Makes an answer with this status, such as `200 OK`.
 pub(crate) fn answer(status: &str, body: &str) -> Message {
     Message { first: format!("HTTP/1.1 {status}"), headers: vec![], body: body.as_bytes().to_vec() }
 }
 
-/// What the server at `http://HOST:PORT` answers.
+/// Returns the answer of the server at `http://HOST:PORT`.
 pub(crate) fn pass_on(mut request: Message, endpoint: &str) -> Option<Message> {
     request.headers.retain(|(name, _)| name != "connection");
     request.headers.push(("connection".to_owned(), "close".to_owned()));

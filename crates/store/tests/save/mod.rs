@@ -1,4 +1,4 @@
-//! The use that the contract is made for: objects are written, synced, and then proven by one published name.
+//! Simulates a save: objects are written, synced, and then proven by one published name.
 
 use std::path::Path;
 
@@ -7,10 +7,10 @@ use shardfast_store::local::LocalStore;
 use shardfast_store::simdisk::SimDisk;
 use shardfast_store::{Kind, Result, Store};
 
-/// What every save writes besides its commit; lengths on both sides of sectors and pages.
+/// Objects that every save writes besides its commit; lengths on both sides of sectors and pages.
 const OBJECTS: [(&str, usize); 3] = [("model/0", 9000), ("model/1", 4096), ("extra/0", 700)];
 
-/// The store at `/mnt/runs/gpt`, as a new process opens it.
+/// Opens the store at `/mnt/runs/gpt`, as a new process does.
 pub(crate) fn mount(disk: &SimDisk) -> Result<LocalStore<SimDisk>> {
     LocalStore::on(disk.clone(), Path::new("/mnt/runs/gpt").to_owned())
 }
@@ -26,7 +26,7 @@ pub(crate) fn save(store: &dyn Store, step: u64) -> Result<()> {
     store.publish(&format!("step-{step}/COMMIT"), &pattern(step + 200, 1300))
 }
 
-/// Whether step `step` is committed; an error says in which way it is neither committed nor invisible.
+/// Returns whether step `step` is committed; an error describes how it is neither committed nor invisible.
 pub(crate) fn committed(store: &dyn Store, step: u64) -> std::result::Result<bool, String> {
     let expect = |name: &str, expected: Vec<u8>| match store.read(&format!("step-{step}/{name}"), 1 << 20) {
         Ok(found) if found == expected => Ok(()),

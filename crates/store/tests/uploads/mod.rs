@@ -1,11 +1,12 @@
-//! Uploads that were begun and not completed are listed and aborted.
+//! Tests that uploads that are begun and not completed are listed and aborted.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use shardfast_store::Store;
 
-/// On a server that lists all below a prefix, where `open` opens prefixes of its bucket: the age of one of them.
+/// Tests a server that lists all below a prefix, where `open` opens prefixes of its bucket; returns the age of an
+/// upload.
 pub(crate) fn are_listed_and_aborted(open: impl Fn(&str) -> Arc<dyn Store>) -> Duration {
     let [run, other] = ["uploads/run", "uploads/other"].map(open);
     assert_eq!(run.uploads(), Ok(vec![]));

@@ -4,7 +4,7 @@ use shardfast_format::DType;
 
 use super::Elements;
 
-/// What differs between two tensors of one dtype and shape.
+/// Differences between two tensors of one dtype and shape.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Tally {
     elements: u64,
@@ -39,7 +39,7 @@ impl Tally {
         }
     }
 
-    /// What differs, if anything does.
+    /// Returns the differences, if there are any.
     pub(super) fn elements(&self, dtype: DType, shape: &[u64]) -> Option<Elements> {
         let mut flat = self.first?;
         let mut first = vec![0; shape.len()];
@@ -84,7 +84,7 @@ impl std::ops::Sub for Number {
     }
 }
 
-/// The number of an element, for floating-point types (pairs of 4-bit floats are none).
+/// Returns the number of an element, for floating-point types (pairs of 4-bit floats are none).
 fn number(dtype: DType, le: &[u8]) -> Option<Number> {
     let bits = le.iter().rev().fold(0u64, |bits, &byte| bits << 8 | u64::from(byte));
     let single = |bits: u64| f64::from(f32::from_bits(bits as u32));
@@ -114,14 +114,14 @@ fn number(dtype: DType, le: &[u8]) -> Option<Number> {
     Some(Number { real, imaginary: 0.0 })
 }
 
-/// Which bits of a small float are no numbers.
+/// Bits of a small float that are no numbers.
 #[derive(Clone, Copy, PartialEq)]
 enum Special {
     /// The highest exponent, as in IEEE 754.
     Ieee,
     /// Exponent and mantissa all ones; there is no infinity (OCP 8-bit floating point, E4M3).
     AllOnesNan,
-    /// What would be the negative zero; there is no infinity (the FNUZ types).
+    /// NaN in place of the negative zero; no infinity (the FNUZ types).
     NegativeZeroNan,
 }
 
@@ -145,7 +145,7 @@ fn small(bits: u64, exponent_bits: u32, mantissa_bits: u32, bias: i32, special: 
     if is_negative { -magnitude } else { magnitude }
 }
 
-/// 2 to a power that a normal number can have.
+/// Returns 2 to a power that a normal number can have.
 fn power_of_two(power: i32) -> f64 {
     f64::from_bits(((power + 1023) as u64) << 52)
 }

@@ -18,7 +18,7 @@ use crate::repr::short;
 /// Encoded values of both checkpoints read at a time, in bytes.
 const BATCH_BYTES: u64 = 4 << 20;
 
-/// Characters of the text of what differs, and of a dict's key on the way to it.
+/// Characters of the text of a difference, and of a dict's key on the way to it.
 const TEXT_CHARS_MAX: usize = 80;
 const KEY_CHARS_MAX: usize = 40;
 
@@ -30,7 +30,8 @@ struct Pair {
     ranks: Vec<Range<u32>>,
 }
 
-/// The first difference of each object that differs, with its index in `a`. `objects` are indices in `a` and `b`.
+/// Returns the first difference of each object that differs, with its index in `a`. `objects` are indices in `a` and
+/// `b`.
 pub(super) fn compare(
     a: &Checkpoint,
     b: &Checkpoint,
@@ -70,8 +71,8 @@ fn decoded(checkpoint: &Checkpoint, leaf: usize, encoded: &[u8]) -> Result<Value
     decode(encoded).map_err(|error| Error::from(error).within(place()))
 }
 
-/// Which values of a leaf are to be compared: rank by rank, where a value that all ranks share stands for any rank, so
-/// that worlds of different sizes may hold equal values. `Err` when a rank has a value on one side only.
+/// Returns the values of a leaf that are to be compared: rank by rank, where a value that all ranks share stands for
+/// any rank, so that worlds of different sizes may hold equal values. `Err` when a rank has a value on one side only.
 fn pairs_of(a: &Checkpoint, b: &Checkpoint, leaves: (usize, usize)) -> std::result::Result<Vec<Pair>, ValueDifference> {
     let values: (Vec<_>, Vec<_>) = (a.manifest().values(leaves.0).collect(), b.manifest().values(leaves.1).collect());
     let worlds = (a.manifest().info.world, b.manifest().info.world);
@@ -116,7 +117,7 @@ fn is_shared(values: &[(Vec<Range<u32>>, Extent)], world: u32) -> bool {
     matches!(values, [(ranks, _)] if matches!(ranks.as_slice(), [all] if *all == (0..world)))
 }
 
-/// Which value each rank has, up to the last rank that has one.
+/// Returns the index of each rank's value, up to the last rank that has one.
 fn by_rank(values: &[(Vec<Range<u32>>, Extent)]) -> Vec<Option<usize>> {
     let end = values.iter().flat_map(|(ranks, _)| ranks).map(|range| range.end).max().unwrap_or(0);
     let mut out = vec![None; end as usize];
@@ -139,10 +140,10 @@ fn push_rank(ranges: &mut Vec<Range<u32>>, rank: u32) {
     }
 }
 
-/// What each side has where they differ, as text; `None` for a side that has nothing there.
+/// Texts of both sides at their difference; `None` for a side that has nothing there.
 type Differing = Option<(Option<String>, Option<String>)>;
 
-/// The first place where two values differ, whose path is then in `path`. Floats are compared bit by bit; the order of
+/// Finds the first difference of two values, whose path is then in `path`. Floats are compared bit by bit; the order of
 /// a dict counts only where it does in Python.
 fn difference(a: &Value, b: &Value, path: &mut String) -> Differing {
     match (a, b) {
@@ -208,7 +209,7 @@ fn is_same_list(a: &[Value], b: &[Value]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| is_same(a, b))
 }
 
-/// From the first byte that differs on: the bytes before it would fill the text.
+/// Shows bytes from the first difference on: the bytes before it would fill the text.
 fn in_bytes(a: &[u8], b: &[u8], path: &mut String) -> Differing {
     let start = a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(a.len().min(b.len()));
     if start == a.len() && start == b.len() {
@@ -219,8 +220,8 @@ fn in_bytes(a: &[u8], b: &[u8], path: &mut String) -> Differing {
     here(&Value::Bytes(a[start..].to_vec()), &Value::Bytes(b[start..].to_vec()))
 }
 
-/// The bytes of the first element that differs, by its place in row-major order. `head` is what both arrays have beside
-/// their bytes: framework, dtype, shape.
+/// Returns the bytes of the first element that differs, by its place in row-major order. `head` is what both arrays
+/// have beside their bytes: framework, dtype, shape.
 fn in_array(head: &[Value], a: &[u8], b: &[u8], path: &mut String) -> std::result::Result<Differing, Whole> {
     let Some(first) = a.iter().zip(b).position(|(a, b)| a != b) else { return Ok(None) };
     let Some(Value::List(shape)) = head.last() else { return Err(Whole) };
@@ -267,12 +268,12 @@ fn by_key(
     at(None, Some(&extra.1), path, |path| step(path, &extra.0))
 }
 
-/// One spelling for each key. Keys came out of decoding, so that they can be encoded.
+/// Encodes a key, in its one spelling. Keys were decoded, so they can be encoded.
 fn spelled(key: &Value) -> Vec<u8> {
     encode(key).unwrap_or_default()
 }
 
-/// Compares what two values have at one step further, which stays in the path when they differ.
+/// Compares two values one step further, which stays in the path when they differ.
 fn at(
     a: Option<&Value>,
     b: Option<&Value>,

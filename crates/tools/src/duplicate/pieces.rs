@@ -22,7 +22,7 @@ pub(super) struct Piece {
     pub(super) bytes: usize,
 }
 
-/// Reads a file in pieces of so many bytes, several at a time, proves them, and calls `take` with each.
+/// Reads a file in pieces of this many bytes, several at a time, proves them, and calls `take` with each.
 pub(super) fn each_piece(
     files: &Files,
     number: u32,
@@ -54,7 +54,7 @@ pub(super) fn each_piece(
     failure.into_result()
 }
 
-/// A range of a file, read with all blocks that it touches, which are proven.
+/// Reads a range of a file with all blocks that it touches, and proves them.
 fn proven(files: &Files, number: u32, file: &FileEntry, range: Range<u64>) -> Result<Piece> {
     let start = file.data_start;
     let first = if range.start < start { 0 } else { start + (range.start - start) / BLOCK_BYTES * BLOCK_BYTES };
@@ -91,7 +91,7 @@ fn read_proven(files: &Files, number: u32, offset: u64, bytes: &mut [u8]) -> Res
     }
 }
 
-/// The first block among `bytes`, or the header, that is not what was saved.
+/// Returns the first damaged block among `bytes`, or the damaged header.
 fn damage(files: &Files, number: u32, open: &OpenFile, offset: u64, bytes: &[u8]) -> Option<Damage> {
     let entry = files.entry(number);
     let header = entry.data_start.saturating_sub(offset) as usize;

@@ -25,12 +25,12 @@ pub struct Synced {
 /// A step that could not be copied.
 #[derive(Debug, Clone, Serialize)]
 pub struct FailedStep {
-    /// The step.
+    /// Step of the checkpoint.
     pub step: u64,
     /// The kind of the error.
     #[serde(serialize_with = "by_name")]
     pub kind: Kind,
-    /// The error.
+    /// Error of the copy.
     pub error: String,
 }
 
@@ -39,12 +39,12 @@ fn by_name<S: serde::Serializer>(kind: &Kind, serializer: S) -> std::result::Res
 }
 
 /// Copies each committed step of the run at `from` that the run at `to` does not have, oldest first. Steps that only
-/// the target has stay. A step that is damaged, that the target has from elsewhere or that leaves meanwhile does not
-/// keep those behind it.
+/// the target has stay. A step that is damaged, that the target has from elsewhere or that is removed meanwhile does
+/// not stop the later ones.
 ///
 /// # Errors
-/// As [`copy`](super::copy) for what concerns every step: stores that are away, full or refuse. Steps before are
-/// complete.
+/// As [`copy`](super::copy) for failures that concern every step: stores that are unreachable, full or refuse. Earlier
+/// steps are complete.
 pub fn sync(
     engine: &Arc<Engine>,
     from: &str,

@@ -11,21 +11,21 @@ use shardfast_transfer::reader::Damage;
 use super::spans::Span;
 use crate::inspect::full_name;
 
-/// Findings that are listed; of further ones only the leaves are.
+/// Number of findings that are listed in full; of further ones only the leaves are.
 const FINDINGS_MAX: usize = 65_536;
 
-/// One damage.
+/// One damage that was found.
 #[derive(Debug, Clone, Serialize)]
 pub struct Finding {
     /// The kind of damage.
     pub problem: Problem,
     /// The file, in the checkpoint; none if it is not in one file.
     pub file: Option<String>,
-    /// The bytes of the file, if not all of it.
+    /// The damaged bytes of the file; `None` for the whole file.
     pub block: Option<Block>,
     /// The leaves that it hits.
     pub leaves: Vec<Hit>,
-    /// What was expected and what was found.
+    /// Description of what was expected and what was found.
     pub message: String,
 }
 
@@ -33,21 +33,21 @@ pub struct Finding {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Problem {
-    /// The commit is not what was written: nothing else can be checked.
+    /// Damaged commit: nothing else can be checked.
     Commit,
     /// The manifest is missing or not the committed one: nothing else can be checked.
     Manifest,
     /// A tensor's regions do not hold each element once.
     Coverage,
-    /// An index says something else than the manifest.
+    /// An index contradicts the manifest.
     Index,
     /// A data file is missing, of another size, or has another header.
     File,
-    /// A file's entry is not what the manifest says, or the other way round.
+    /// Difference between a file's entry and the manifest.
     Entry,
-    /// A block is not what was saved.
+    /// Block whose bytes are not the saved ones.
     Block,
-    /// The store could not give these bytes.
+    /// The store failed to read these bytes.
     Unreadable,
     /// A value's bytes are verified, but cannot be decoded.
     Value,
@@ -63,7 +63,7 @@ pub struct Block {
     /// The CRC-64 in the file's header.
     #[serde(serialize_with = "hex")]
     pub expected: Option<u64>,
-    /// The CRC-64 of what was read.
+    /// CRC-64 of the bytes read.
     #[serde(serialize_with = "hex")]
     pub found: Option<u64>,
 }
@@ -73,9 +73,9 @@ pub struct Block {
 pub struct Hit {
     /// Key and name.
     pub leaf: String,
-    /// Of a tensor: boxes of elements, in its global shape.
+    /// Regions of a tensor that are hit, in its global shape.
     pub regions: Vec<Region>,
-    /// Of an object: the ranks whose value it is.
+    /// Ranks whose value of an object is hit.
     pub ranks: Vec<Range<u32>>,
 }
 
@@ -151,12 +151,12 @@ impl<'a> Findings<'a> {
         self.push(Finding { problem, file: Some(path.to_owned()), block, leaves, message });
     }
 
-    /// Whether a finding hits the span.
+    /// Returns whether a finding hits the span.
     pub(super) fn has_hit(&self, span: &Span) -> bool {
         self.lock().spans.contains(&(span.leaf, span.row))
     }
 
-    /// The findings by file and offset, the number of those left out, the names of all leaves that are hit.
+    /// Returns the findings by file and offset, the number of those left out, and the names of all leaves that are hit.
     pub(super) fn into_parts(self) -> (Vec<Finding>, u64, Vec<String>) {
         let State { mut listed, left_out, leaves, .. } =
             self.state.into_inner().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! Which leaf's bytes lie where: the manifest by file and offset.
+//! Finds the leaf at an offset of a file: the manifest, sorted by file and offset.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ pub(super) struct Span {
 /// All spans, by file and offset.
 pub(super) struct Spans {
     sorted: Vec<Span>,
-    /// Where each file's spans end.
+    /// End of each file's spans.
     ends: Vec<usize>,
 }
 
@@ -42,14 +42,14 @@ impl Spans {
         Spans { sorted, ends }
     }
 
-    /// The spans of a file.
+    /// Returns the spans of a file.
     pub(super) fn of(&self, file: u32) -> &[Span] {
         let file = file as usize;
         let start = if file == 0 { 0 } else { self.ends[file - 1] };
         &self.sorted[start..self.ends[file]]
     }
 
-    /// The spans that have bytes in the range, each with its bytes there.
+    /// Returns the spans that have bytes in the range, each with its bytes there.
     pub(super) fn hit(&self, file: u32, range: &Range<u64>) -> impl Iterator<Item = (&Span, Option<Range<u64>>)> {
         let range = range.clone();
         let first = self.of(file).partition_point(|span| span.end <= range.start);
@@ -67,7 +67,7 @@ impl Span {
         self.end - self.start
     }
 
-    /// The entry that its file must have for it.
+    /// Returns the entry that the span's file must have for it.
     pub(super) fn entry(&self, manifest: &Manifest) -> HeaderEntry {
         let leaf = manifest.leaf(self.leaf as usize);
         let (name, dtype, shape): (String, DType, Dims) = match leaf.kind {
@@ -86,19 +86,20 @@ impl Span {
         HeaderEntry { name, dtype, shape, offset: self.start, bytes: self.bytes() }
     }
 
-    /// The region that it holds; only of a tensor.
+    /// Returns the region that the span holds; only for a tensor.
     pub(super) fn region(&self, manifest: &Manifest) -> Region {
         let mut regions = manifest.regions(self.leaf as usize).skip(self.row as usize);
         regions.next().map_or_else(|| Region::whole(&[]), |(region, _)| region)
     }
 
-    /// The ranks that saved it; only of a value.
+    /// Returns the ranks that saved the span; only for a value.
     pub(super) fn ranks(&self, manifest: &Manifest) -> Vec<Range<u32>> {
         let mut values = manifest.values(self.leaf as usize).skip(self.row as usize);
         values.next().map_or_else(Vec::new, |(ranks, _)| ranks)
     }
 
-    /// The elements, in the global tensor, that have one of these bytes of the span; all of them without any.
+    /// Returns the elements, in the global tensor, that have one of these bytes of the span; all elements if `bytes` is
+    /// `None`.
     pub(super) fn regions(&self, manifest: &Manifest, bytes: Option<Range<u64>>) -> Vec<Region> {
         let LeafKind::Tensor { dtype, .. } = manifest.leaf(self.leaf as usize).kind else { return Vec::new() };
         let saved = self.region(manifest);

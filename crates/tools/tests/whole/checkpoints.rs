@@ -18,12 +18,12 @@ pub(crate) type Held = (Leaf, Vec<Vec<u8>>);
 pub(crate) struct Tensor {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<u64>,
-    /// Row-major.
+    /// Bytes in row-major order.
     pub(crate) bytes: Vec<u8>,
 }
 
 impl Tensor {
-    /// A tensor of arbitrary bytes, others for every seed.
+    /// Makes a tensor of arbitrary bytes, others for every seed.
     pub(crate) fn random(seed: u64, dtype: DType, shape: &[u64]) -> Tensor {
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let count = shape.iter().product::<u64>() * dtype.size_bytes();
@@ -41,7 +41,7 @@ impl Tensor {
         Tensor { dtype: DType::F32, shape: shape.to_vec(), bytes }
     }
 
-    /// The row-major bytes of one region, taken element by element.
+    /// Returns the row-major bytes of one region, taken element by element.
     pub(crate) fn cut(&self, region: &Region) -> Vec<u8> {
         let item = self.dtype.size_bytes() as usize;
         let mut out = Vec::new();
@@ -57,14 +57,14 @@ impl Tensor {
         out
     }
 
-    /// As a rank holds it that has these parts.
+    /// Returns the leaf as a rank with these parts holds it.
     pub(crate) fn held(&self, key: &str, name: &str, parts: &[Region]) -> Held {
         let body = LeafBody::Tensor { dtype: self.dtype, shape: Dims::from_slice(&self.shape), parts: parts.to_vec() };
         let bytes = parts.iter().map(|part| self.cut(part)).collect();
         (Leaf { name: LeafName::new(key, name), body, layout: format!("{} parts", parts.len()) }, bytes)
     }
 
-    /// As a rank holds it that has all of it.
+    /// Returns the leaf as a rank with the whole tensor holds it.
     pub(crate) fn whole(&self, key: &str, name: &str) -> Held {
         self.held(key, name, &[Region::whole(&self.shape)])
     }
@@ -74,7 +74,7 @@ pub(crate) fn object(key: &str, name: &str, value: &Value) -> Held {
     encoded(key, name, encode(value).unwrap())
 }
 
-/// An object whose encoding is these bytes, whatever they mean.
+/// Makes an object whose encoding is these bytes, valid or not.
 pub(crate) fn encoded(key: &str, name: &str, bytes: Vec<u8>) -> Held {
     let leaf =
         Leaf { name: LeafName::new(key, name), body: LeafBody::Object { owner: Owner::Job }, layout: String::new() };
@@ -98,7 +98,7 @@ pub(crate) fn dict(entries: &[(&str, Value)]) -> Value {
     Value::Dict(entries.iter().map(|(key, value)| (text(key), value.clone())).collect())
 }
 
-/// Saves what each rank holds, and returns the checkpoint's URL.
+/// Saves the leaves of each rank, and returns the checkpoint's URL.
 pub(crate) fn save_ranks(url: &str, step: Option<u64>, ranks: Vec<Vec<Held>>) -> String {
     let coords = shardfast_coord::local(ranks.len() as u32);
     std::thread::scope(|scope| {
@@ -131,18 +131,18 @@ pub(crate) fn opened(url: &str) -> Checkpoint {
     opened_within(url, 64 << 20)
 }
 
-/// Opened by an engine of that staging budget.
+/// Opens a checkpoint with an engine of that staging budget.
 pub(crate) fn opened_within(url: &str, staging_bytes: u64) -> Checkpoint {
     open(&Engine::new(shardfast_coord::solo(), staging_bytes).unwrap(), url, DEADLINE).unwrap()
 }
 
-/// Two ranks with a bit of everything: rows and columns split between them, replicas, an alias, values for all and for
-/// each.
+/// Makes two ranks with every kind of leaf: rows and columns split between them, replicas, an alias, values for all and
+/// for each.
 pub(crate) fn two_ranks() -> Vec<Vec<Held>> {
     two_ranks_of(0)
 }
 
-/// [`two_ranks`] of the same leaves with other contents for every seed.
+/// Makes ranks like [`two_ranks`], with other contents for every seed.
 pub(crate) fn two_ranks_of(seed: u64) -> Vec<Vec<Held>> {
     let embed = Tensor::random(seed + 1, DType::F32, &[1000, 70]);
     let head = Tensor::random(seed + 2, DType::BF16, &[64, 257]);

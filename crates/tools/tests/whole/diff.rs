@@ -1,4 +1,4 @@
-//! Two checkpoints are compared by what they hold, not by how it lies.
+//! Tests that two checkpoints are compared by their contents, not by their layout.
 
 use shardfast_engine::Kind;
 use shardfast_format::{DType, Region, Tag, Value};
@@ -121,7 +121,7 @@ fn leaves_of_one_side_and_of_another_kind() {
     assert_eq!(said, expected.map(|(leaf, said)| (leaf.to_owned(), said.to_owned())));
 }
 
-/// The one difference of the values of `extra/v`.
+/// Returns the one difference of the values of `extra/v`.
 fn value_difference(name: &str, a: &[Value], b: &[Value]) -> Option<(String, Option<String>, Option<String>, String)> {
     let job = |values: &[Value]| values.iter().map(|value| vec![object("extra", "v", value)]).collect();
     let found = differences(name, job(a), job(b));

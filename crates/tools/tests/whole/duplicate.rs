@@ -12,7 +12,7 @@ use shardfast_tools::{Copying, Limit, copy, copy_between, sync, verify};
 use crate::checkpoints::{save_ranks, two_ranks};
 use crate::dying::{Dying, Life};
 
-/// Every object below a place, by name.
+/// Returns every object below a place, by name.
 fn objects(url: &str) -> BTreeMap<String, Vec<u8>> {
     let store = open(url).unwrap();
     let (mut found, mut to_do) = (BTreeMap::new(), vec![String::new()]);
@@ -30,12 +30,12 @@ fn objects(url: &str) -> BTreeMap<String, Vec<u8>> {
 
 fn silent(_: u64, _: u64) {}
 
-/// A copy as fast as it gets, that looks at lengths only where the checkpoint is already.
+/// Makes options of a copy without a limit, which only compares lengths of existing files.
 fn fast() -> Copying {
     Copying { limit: Limit::new(None), verify: false }
 }
 
-/// Every object below a place, by name, where attempts have one name.
+/// Returns every object below a place, by name, with one name for all attempts.
 fn nameless(url: &str) -> BTreeMap<String, Vec<u8>> {
     let is_hex = |text: &str| text.len() == 16 && text.bytes().all(|b| b.is_ascii_hexdigit());
     let named = |name: String| {
@@ -151,7 +151,7 @@ fn a_run_is_brought_up_to_date() {
     assert_eq!(sync(&engine, "memory://duplicate/nothing", to, &fast(), &silent).unwrap_err().kind, Kind::NotFound);
 }
 
-/// The attempts that the files of a place are of.
+/// Returns the attempts that wrote the files of a place.
 fn attempts(url: &str) -> BTreeSet<String> {
     objects(url).keys().filter_map(|name| attempt_of(name)).map(str::to_owned).collect()
 }

@@ -24,7 +24,7 @@ pub(crate) struct Life {
     dies_at: Option<usize>,
     meanwhile: Mutex<Option<Meanwhile>>,
     commits_read: AtomicUsize,
-    /// Which read of a `COMMIT` is answered that there is none.
+    /// Index of the read of a `COMMIT` that finds none.
     denied: Option<usize>,
 }
 
@@ -64,7 +64,7 @@ impl Life {
         Ok(())
     }
 
-    /// A read of the object `name`.
+    /// Simulates a read of the object `name`.
     fn reads(&self, name: &str) -> Result<()> {
         let is_commit = name.rsplit('/').next() == Some("COMMIT");
         match is_commit && Some(self.commits_read.fetch_add(1, Ordering::SeqCst)) == self.denied {

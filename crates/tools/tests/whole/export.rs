@@ -1,4 +1,4 @@
-//! Exported files are what the safetensors package reads, and hold the tensors that were saved.
+//! Tests that the safetensors package reads exported files, and that they hold the saved tensors.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +11,7 @@ use shardfast_tools::{Exported, export, export_to};
 use crate::checkpoints::*;
 use crate::stores::Faulty;
 
-/// Every tensor of the exported files as the safetensors package reads it: dtype, shape, bytes; and in which file.
+/// Returns every tensor of the exported files as the safetensors package reads it: dtype, shape, bytes, and file.
 fn read_back(dir: &Path, exported: &Exported) -> BTreeMap<String, (String, Vec<u64>, Vec<u8>, String)> {
     let mut tensors = BTreeMap::new();
     for file in &exported.files {

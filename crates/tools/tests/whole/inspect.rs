@@ -1,4 +1,4 @@
-//! What a checkpoint or a run holds is told without reading its tensors; which checkpoint a URL means.
+//! Tests that checkpoints and runs are summarized without reading tensors, and which checkpoint a URL means.
 
 use shardfast_engine::{Kind, Timeout, locate, locate_all};
 use shardfast_format::{DType, Value};

@@ -1,4 +1,4 @@
-//! Checkpoints of an invented later version: what is understood is loaded, and the rest refused by name.
+//! Tests checkpoints of an invented later version: known parts are loaded, and the rest refused by name.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use shardfast_tools::verify;
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Those that `tests/reader/write_later.py` wrote.
+/// Returns the checkpoints that `tests/reader/write_later.py` wrote.
 fn later() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reader/later")
 }

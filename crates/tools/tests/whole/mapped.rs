@@ -28,7 +28,7 @@ fn every_tensor_shows_what_was_saved() {
             let mut loaded = vec![0u8; view.len()];
             let strides = shardfast_engine::row_major_strides(&view.region.lengths, dtype.size_bytes());
             let strides: Vec<i64> = strides.iter().map(|&stride| stride as i64).collect();
-            // SAFETY: `loaded` outlives the load and is touched by nobody else meanwhile.
+            // SAFETY: `loaded` outlives the load, and nothing else uses it meanwhile.
             #[allow(unsafe_code)]
             let sink = unsafe {
                 let address = loaded.as_mut_ptr() as usize;

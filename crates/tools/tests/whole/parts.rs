@@ -279,7 +279,7 @@ fn every_part_is_written_once_and_whole() {
     }
 }
 
-/// Storage whose parts are files that grow at their end alone, few of them at a time, as that of HDFS.
+/// Tests storage whose parts are files that grow at their end alone, few of them at a time, as that of HDFS.
 #[test]
 fn parts_are_appended_to_one_after_the_other_where_the_storage_has_few_at_a_time() {
     for (open_max, part_bytes, budget) in [(1, MIB / 4, 4), (1, 3 * MIB, 6), (2, 3 * MIB, 6), (3, MIB, 12)] {
@@ -295,7 +295,7 @@ fn parts_are_appended_to_one_after_the_other_where_the_storage_has_few_at_a_time
     }
 }
 
-/// Where the data of a file begin depends on the storage: a remembered plan must not carry it over.
+/// Tests that a remembered plan does not carry over the start of a file's data, which depends on the storage.
 #[test]
 fn one_engine_saves_to_both_kinds_of_storage() {
     let engine = Engine::new(shardfast_coord::solo(), 12 << 20).unwrap();
@@ -326,7 +326,7 @@ fn saves_at_the_same_time_do_not_wait_for_each_others_slots() {
     });
 }
 
-/// Two parts of one file and the slots of one: the part with the header must not take the slots of the other.
+/// Tests two parts of one file with the slots of one: the part with the header must not take the slots of the other.
 #[test]
 fn the_slots_of_one_part_suffice_for_many() {
     let engine = Engine::new(shardfast_coord::solo(), 6 << 20).unwrap();
@@ -366,7 +366,7 @@ fn ranges_near_each_other_are_read_in_one_request() {
     assert!(bytes <= 19 * MIB, "{bytes} bytes");
 }
 
-/// The requests and bytes that something reads.
+/// Returns the requests and bytes that `work` reads.
 fn asked(counters: &Counters, work: impl FnOnce()) -> (u64, u64) {
     let now = || (counters.requests.load(Ordering::Relaxed), counters.bytes_read.load(Ordering::Relaxed));
     let before = now();

@@ -11,19 +11,19 @@ use shardfast_store::{
 
 use crate::checkpoints::{DEADLINE, save_ranks, two_ranks};
 
-/// What goes wrong with the reading of a store.
+/// Failure of reads of a store.
 #[derive(Clone, Copy)]
 enum Trouble {
-    /// The operation of that number fails, and the same one so many times in all.
+    /// Failure of the operation of number `at`, and of the same one `times` times in all.
     Fails { at: usize, times: usize },
-    /// A bit of every read of that number or later is turned, so many times in all.
+    /// Flipped bit in every read of number `at` or later, `times` times in all.
     Turns { at: usize, times: usize },
 }
 
 struct State {
     trouble: Trouble,
     operations: AtomicUsize,
-    /// What fails, and how many times more.
+    /// Operation that fails, and how many times more.
     failing: Mutex<Option<(String, usize)>>,
     tried: AtomicUsize,
 }
@@ -132,7 +132,7 @@ impl Store for Troubled {
     fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
 }
 
-/// Loads every tensor from a store with that trouble: its bytes, and what the trouble was up to.
+/// Loads every tensor from a store with that trouble; returns the bytes, and the state of the trouble.
 fn load(url: &str, trouble: Trouble) -> (shardfast_engine::Result<Vec<Vec<u8>>>, Arc<State>) {
     let state =
         State { trouble, operations: AtomicUsize::new(0), failing: Mutex::default(), tried: AtomicUsize::new(0) };
@@ -150,7 +150,7 @@ fn load(url: &str, trouble: Trouble) -> (shardfast_engine::Result<Vec<Vec<u8>>>,
                 let strides: Vec<i64> = row_major_strides(&region.lengths, item).iter().map(|&s| s as i64).collect();
                 memory.push(vec![0u8; extent.bytes as usize]);
                 let address = memory.last_mut().unwrap().as_mut_ptr() as usize;
-                // SAFETY: the vector's memory stays where it is while the load goes on, and nobody looks at it.
+                // SAFETY: the vector's memory does not move during the load, and nothing else uses it.
                 #[allow(unsafe_code)]
                 let sink = unsafe { Sink::new(address, &region.lengths, &strides, item) };
                 wants.push(Want { leaf, region, sink: sink? });
@@ -164,7 +164,7 @@ fn load(url: &str, trouble: Trouble) -> (shardfast_engine::Result<Vec<Vec<u8>>>,
 
 const NONE: Trouble = Trouble::Fails { at: usize::MAX, times: 0 };
 
-/// A load with every operation in trouble in turn, at the same time.
+/// Loads with every operation in trouble in turn, at the same time.
 fn at_every_operation(
     place: &str,
     trouble: impl Fn(usize) -> Trouble + Sync,

@@ -12,7 +12,7 @@ pub(crate) struct Faulty {
     pub(crate) store: Arc<dyn Store>,
     /// An object and bytes of it that cannot be read.
     pub(crate) bad_sector: Option<(String, Range<u64>)>,
-    /// Whether `sync` says that the disk is full.
+    /// `true` if `sync` fails because the disk is full.
     pub(crate) sync_fails: bool,
 }
 

@@ -1,5 +1,5 @@
-//! Saves, copies, sweeps, retention and rewinds of two runs that meet: one begins in the midst of another, down to
-//! three deep, some are killed at any of their operations, some are told that a `COMMIT` is not there which is. A seed
+//! Tests saves, copies, sweeps, retention and rewinds of two runs that meet: one begins in the midst of another, down
+//! to three deep, some are killed at any of their operations, and for some a `COMMIT` that exists is denied. A seed
 //! draws all.
 //!
 //! Afterwards, whatever has happened:
@@ -23,7 +23,7 @@ use shardfast_tools::{Copying, Limit, copy_between, verify};
 use crate::checkpoints::{save_ranks, two_ranks_of};
 use crate::dying::{Dying, Life};
 
-/// How deep operations meet.
+/// Depth to which operations meet.
 const DEPTH: u64 = 3;
 
 /// Operations that begin by themselves, for each seed.
@@ -54,7 +54,7 @@ impl Dice {
     }
 }
 
-/// Two runs, and what was promised of them.
+/// Two runs, and the promises about them.
 struct World {
     source: String,
     target: String,
@@ -71,7 +71,7 @@ impl World {
         self.log.lock().unwrap().push(what);
     }
 
-    /// One operation, with a life of its own.
+    /// Performs one operation, in a process of its own.
     fn act(self: &Arc<World>, dice: &mut Dice, depth: u64) {
         let mut later = Dice(dice.next());
         let at = later.below(REQUESTS_MAX) as usize;
@@ -153,7 +153,7 @@ fn expect_whole_or_gone(url: &str) -> bool {
     }
 }
 
-/// The committed steps of a run, each of which is whole, and of those that were moved out of its way.
+/// Returns the committed steps of a run, each of which is whole, and of those that were moved out of its way.
 fn committed(run: &str) -> Vec<u64> {
     let abandoned = |name: &String| name.starts_with("abandoned-");
     let names = open(run).unwrap().list("").unwrap_or_default().into_iter().map(|entry| entry.name);

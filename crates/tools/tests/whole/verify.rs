@@ -28,7 +28,7 @@ fn saved(ranks: Vec<Vec<Held>>) -> (tempfile::TempDir, PathBuf) {
     (dir, place)
 }
 
-/// Every extent of the checkpoint's leaves, by file, from its manifest.
+/// Returns every extent of the checkpoint's leaves, by file, from its manifest.
 fn extents(place: &Path) -> BTreeMap<String, Vec<(String, Range<u64>)>> {
     let checkpoint = opened(place.to_str().unwrap());
     let manifest = checkpoint.manifest();
@@ -108,7 +108,7 @@ fn a_flipped_bit_in_any_block_names_exactly_the_leaves_of_that_block() {
     assert!(report(&place).is_sound());
 }
 
-/// The element, or the rank's value, that has this byte is in what the finding says is hit.
+/// Checks that the element, or the rank's value, that has this byte is among those that the finding names.
 fn assert_the_element_is_named(manifest: &Manifest, finding: &Finding, path: &str, byte: u64) {
     let is_here = |extent: &Extent| {
         manifest.files()[extent.file as usize].path == path
@@ -237,7 +237,7 @@ fn a_broken_commit_or_manifest_is_the_only_finding() {
     assert_eq!(verify(&Engine::solo(), url, &|_, _| ()).unwrap_err().kind, Kind::NotFound);
 }
 
-/// What cannot be read as a file is no missing commit: something was put there, and the checkpoint is damaged.
+/// Tests that a `COMMIT` that is no file counts as damage, not as a missing commit.
 #[test]
 fn a_commit_that_is_no_file_is_damage_and_does_not_block() {
     let (dir, place) = saved(two_ranks());
@@ -319,12 +319,12 @@ fn forge(place: &Path, builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
     forge_of(place, |_| (), builder);
 }
 
-/// [`forge`] with other sizes of the files.
+/// Forges like [`forge`] with other sizes of the files.
 fn forge_sizes(place: &Path, size: impl Fn(u64) -> u64, builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
     forge_of(place, |files| files.iter_mut().for_each(|file| file.bytes = size(file.bytes)), builder);
 }
 
-/// [`forge`] with other files.
+/// Forges like [`forge`] with other files.
 fn forge_of(place: &Path, of: impl FnOnce(&mut [FileEntry]), builder: impl FnOnce(&Manifest, &mut ManifestBuilder)) {
     let manifest = opened(place.to_str().unwrap()).manifest().clone();
     let mut forged = ManifestBuilder::new(manifest.info.clone());

@@ -18,7 +18,7 @@ mod digest;
 /// The name of the driver's library on every Linux machine that has one.
 const LIBRARY: &str = "libcuda.so.1";
 
-/// This machine's devices, each opened when it is first asked for. The driver is loaded then, not before.
+/// This machine's devices, each opened on first use, which also loads the driver.
 pub struct Devices {
     library: String,
     driver: OnceLock<Result<Arc<Driver>>>,
@@ -32,15 +32,15 @@ impl Default for Devices {
 }
 
 impl Devices {
-    /// The devices of the driver in that library.
+    /// Returns the devices of the driver in that library.
     pub fn of(library: impl Into<String>) -> Devices {
         Devices { library: library.into(), driver: OnceLock::new(), open: Mutex::default() }
     }
 
-    /// The device `cuda:<ordinal>`, as this process counts them.
+    /// Returns the device `cuda:<ordinal>`, as this process counts them.
     ///
     /// # Errors
-    /// `Unsupported` without a driver or a device, saying what is missing; `Invalid` when there is no such device;
+    /// `Unsupported` without a driver or a device, naming the missing one; `Invalid` when there is no such device;
     /// `Unavailable` when it cannot be used.
     pub fn device(&self, ordinal: u32) -> Result<Arc<Device>> {
         let driver = self.driver()?;
@@ -53,10 +53,10 @@ impl Devices {
         Ok(device)
     }
 
-    /// How many devices this process has.
+    /// Returns the number of devices of this process.
     ///
     /// # Errors
-    /// `Unsupported` without a driver or a device, saying what is missing; `Unavailable` when the driver fails.
+    /// `Unsupported` without a driver or a device, naming the missing one; `Unavailable` when the driver fails.
     pub fn count(&self) -> Result<u32> {
         let driver = self.driver()?;
         driver.expect_usable()?;
@@ -211,7 +211,7 @@ pub struct ForeignStream {
 }
 
 impl ForeignStream {
-    /// The stream with this `CUstream` as a number; 0 is the default one.
+    /// Makes the stream of this `CUstream`, given as a number; 0 is the default one.
     ///
     /// # Safety
     /// It must be 0 or a stream of the device with which the value is used, and live while the value is used.
@@ -264,17 +264,17 @@ impl Device {
         Ok(Device { context, idle: Mutex::default(), digests: digest::Kept::default() })
     }
 
-    /// The device's number, as this process counts them.
+    /// Returns the device's number, as this process counts them.
     pub fn ordinal(&self) -> u32 {
         self.context.ordinal
     }
 
-    /// A stream for the copies of one save or load. None of them begins before all work is done that `stream` (a
-    /// `CUstream` of this device as a number, 0 for the default one) has until now. Does not block.
+    /// Returns a stream for the copies of one save or load. They begin after all work that `stream` (a `CUstream` of
+    /// this device as a number, 0 for the default one) has until now. Does not block.
     ///
     /// # Errors
-    /// `Invalid` while `stream` captures a graph: what a graph will write is not there yet. `Unavailable` when the
-    /// device is lost.
+    /// `Invalid` while `stream` captures a graph, whose results are not there yet. `Unavailable` when the device is
+    /// lost.
     ///
     /// # Safety
     /// `stream` must be 0 or a stream of this device that has not been destroyed.
@@ -284,7 +284,7 @@ impl Device {
         self.copies_behind(unsafe { ForeignStream::new(stream) })
     }
 
-    /// [`Device::copies_after`] of a stream that lives.
+    /// Returns a stream like [`Device::copies_after`], for a `stream` that lives.
     pub(crate) fn copies_behind(self: &Arc<Device>, stream: ForeignStream) -> Result<Arc<CopyStream>> {
         let idle = lock(&self.idle).pop();
         let own = idle.map_or_else(|| self.context.stream(), Ok)?;
@@ -293,7 +293,7 @@ impl Device {
         Ok(Arc::new(copies))
     }
 
-    /// A moment of the work of `stream`, whose time the device notes when it gets there.
+    /// Returns a moment of the work of `stream`, whose time the device records when it gets there.
     ///
     /// # Errors
     /// As [`CopyStream::follow`].
@@ -309,7 +309,7 @@ impl Device {
     /// Locks memory into place, so that devices copy from and to it at full rate and without waiting.
     ///
     /// # Errors
-    /// What the system does not permit. A save goes on without, with slower copies.
+    /// The system's refusal. A save continues without page-locked memory, with slower copies.
     ///
     /// # Safety
     /// The memory must stay mapped until the lock is dropped.
@@ -323,7 +323,7 @@ impl Device {
         Ok(PageLock { context: Arc::clone(&self.context), address })
     }
 
-    /// An attribute of an address; `None` if the driver does not know the address.
+    /// Returns an attribute of an address; `None` if the driver does not know the address.
     #[allow(unsafe_code)]
     pub(crate) fn pointer_attribute(&self, attribute: c_uint, address: usize) -> Option<c_uint> {
         let mut value = 0;
@@ -332,7 +332,7 @@ impl Device {
         known.is_ok().then_some(value)
     }
 
-    /// Checks that an address is in this device's memory: what else is there must not be taken for it.
+    /// Checks that an address is in this device's memory, and not in any other.
     ///
     /// # Errors
     /// `Invalid` if it is another device's, or one that the driver does not know.
@@ -373,12 +373,12 @@ pub struct CopyStream {
     device: Arc<Device>,
     /// Returned when this is dropped.
     own: Option<Stream>,
-    /// For fences; as many as threads ever waited at once.
+    /// Events for fences, as many as threads ever waited at once.
     events: Mutex<Vec<Event>>,
 }
 
 impl CopyStream {
-    /// The device.
+    /// Returns the device of the stream.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }
@@ -403,8 +403,8 @@ impl CopyStream {
         self.order(stream, self.stream(), stream.handle)
     }
 
-    /// Has what `then` is given from now on begin after what `first` was given. One of them is `foreign`, the other
-    /// one ours.
+    /// Orders two streams: work submitted to `then` from now on begins after all work submitted to `first`. One of them
+    /// is `foreign`, the other one ours.
     #[allow(unsafe_code)]
     fn order(&self, foreign: ForeignStream, first: usize, then: usize) -> Result<()> {
         let Some(own) = &self.own else { return Ok(()) };
@@ -416,7 +416,7 @@ impl CopyStream {
         })
     }
 
-    /// This stream, for others to be ordered by it while this lives.
+    /// Returns this stream, by which others can be ordered while this lives.
     pub fn as_foreign(&self) -> ForeignStream {
         ForeignStream { handle: self.stream() }
     }

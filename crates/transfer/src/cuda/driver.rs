@@ -24,10 +24,10 @@ pub(crate) const EVENT_BLOCKING_UNTIMED: c_uint = 1 | 2;
 /// `CU_EVENT_BLOCKING_SYNC`: a waiting thread sleeps, and the device records the time.
 pub(crate) const EVENT_BLOCKING: c_uint = 1;
 
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+/// Value of `CU_STREAM_CAPTURE_MODE_RELAXED`.
 pub(crate) const CAPTURE_MODE_RELAXED: c_uint = 2;
 
-/// `CU_STREAM_CAPTURE_STATUS_NONE`.
+/// Value of `CU_STREAM_CAPTURE_STATUS_NONE`.
 pub(crate) const CAPTURE_STATUS_NONE: c_uint = 0;
 
 /// `CU_MEMORYTYPE_UNIFIED`: the driver finds out from the address where memory lies.
@@ -36,16 +36,16 @@ pub(crate) const MEMORY_TYPE_UNIFIED: c_uint = 4;
 /// `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for every device.
 pub(crate) const HOST_REGISTER_PORTABLE: c_uint = 1;
 
-/// `CU_MEMORYTYPE_HOST`: what the driver says of memory of the host that is page-locked; of other it knows nothing.
+/// Value of `CU_MEMORYTYPE_HOST`: the driver's type of page-locked host memory; it does not know other host memory.
 pub(crate) const MEMORY_TYPE_HOST: c_uint = 1;
 
-/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
+/// Value of `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
 pub(crate) const ATTRIBUTE_MEMORY_TYPE: c_uint = 2;
 
-/// `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
+/// Value of `CU_POINTER_ATTRIBUTE_IS_MANAGED`.
 pub(crate) const ATTRIBUTE_IS_MANAGED: c_uint = 8;
 
-/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
+/// Value of `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
 pub(crate) const ATTRIBUTE_DEVICE_ORDINAL: c_uint = 9;
 
 /// `CUDA_MEMCPY2D_v2`: rows of bytes, each a pitch behind the one before.
@@ -73,7 +73,7 @@ pub(crate) struct Memcpy2d {
 // SAFETY: to be called with a place for one address.
 type ErrorText = unsafe extern "C" fn(Code, *mut *const c_char) -> Code;
 
-/// The library and its functions. Each fails with what the driver says; see [`Driver::failure`] for the kinds.
+/// The library and its functions. Each fails with the driver's error; see [`Driver::failure`] for the kinds.
 macro_rules! driver {
     ($($name:ident($($argument:ident: $type:ty),*);)*) => {
         /// The CUDA driver of this machine.
@@ -106,10 +106,10 @@ macro_rules! driver {
             }
 
             $(
-                /// The driver's function of that name.
+                /// Calls the driver's function of that name.
                 ///
                 /// # Safety
-                /// What `cuda.h` asks for: handles that live, memory that may be read or written as the call does.
+                /// As `cuda.h` demands: handles that live, memory that may be read or written as the call does.
                 pub(crate) unsafe fn $name(&self, $($argument: $type),*) -> Result<()> {
                     // SAFETY: the caller's promise; the address is that of a function of these types.
                     let code = unsafe { (self.$name)($($argument),*) };
@@ -175,7 +175,7 @@ impl Driver {
         Ok(Arc::new(driver))
     }
 
-    /// How many devices this process has.
+    /// Returns the number of devices of this process.
     #[allow(unsafe_code)]
     pub(crate) fn device_count(&self) -> Result<u32> {
         let mut count = 0;
@@ -196,9 +196,9 @@ impl Driver {
         )))
     }
 
-    /// The error of a failed call, by what the caller would do: `Exhausted` for a lack of memory, `Unsupported` for
-    /// what the machine does not permit or offer, `Invalid` for a wrong argument or a graph being captured; else
-    /// `Unavailable`: the device cannot be used now, and mostly never again by this process.
+    /// Returns the error of a failed call, by the caller's reaction: `Exhausted` for a lack of memory, `Unsupported`
+    /// for a call that the machine does not permit or offer, `Invalid` for a wrong argument or a graph being captured;
+    /// else `Unavailable`: the device cannot be used now, and mostly never again by this process.
     fn failure(&self, call: &str, code: Code) -> Error {
         let kind = match code {
             1 | 101 | 900..=908 => Kind::Invalid,

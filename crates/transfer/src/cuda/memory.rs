@@ -9,17 +9,17 @@ use crate::error::Result;
 use crate::host::HostSink;
 use crate::provider::{Fence, Fences, Provider, Strided};
 
-/// Runs shorter than this, and more of them than so many, are reordered by the host, if the device's memory is dense
-/// there: weights with their channels last are elements at regular distances, and the device would need a copy for
-/// every few of them.
+/// Limits of short runs: more than [`FEW_RUNS`] runs shorter than this are reordered by the host, if the device's
+/// memory is dense there. Weights with their channels last are elements at regular distances, and the device would need
+/// a copy for every few of them.
 const SHORT_BYTES: usize = 256;
 const FEW_RUNS: usize = 32;
 
-/// Where runs lie on the device.
+/// Position of runs on the device.
 struct Span {
     start: usize,
     end: usize,
-    /// Of all runs.
+    /// Size of all runs, in bytes.
     bytes: usize,
     runs: usize,
 }
@@ -40,7 +40,8 @@ impl Span {
         self.end.saturating_sub(self.start)
     }
 
-    /// Whether the runs are many, short and close together: at most `spread` times as far apart as they are long.
+    /// Returns whether the runs are many, short and close together: at most `spread` times as far apart as they are
+    /// long.
     fn is_shuffled(&self, spread: usize) -> bool {
         self.runs > FEW_RUNS && self.bytes < SHORT_BYTES * self.runs && self.extent() <= spread * self.bytes
     }
@@ -51,7 +52,7 @@ struct Place {
     copies: Arc<CopyStream>,
     fence: Arc<dyn Fence>,
     address: usize,
-    /// Whether the driver knows the address as this device's, asked once.
+    /// Result of asking the driver, once, whether the address is this device's.
     known: OnceLock<Result<()>>,
 }
 
@@ -61,7 +62,7 @@ impl Place {
         Place { copies: Arc::clone(copies), fence, address, known: OnceLock::new() }
     }
 
-    /// Checks the address: the driver would take an unknown one for host memory, and read what is there.
+    /// Checks the address: the driver would take an unknown one for host memory, and read it there.
     fn expect_known(&self) -> Result<()> {
         self.known.get_or_init(|| self.copies.device().expect_own(self.address)).clone()
     }
@@ -92,8 +93,8 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// The block of the device's memory as a provider. It reads what the device holds when the work submitted before
-    /// `copies` was made is done.
+    /// Makes a provider of the block of the device's memory. It reads the bytes that the device holds when the work
+    /// submitted before `copies` was made is done.
     ///
     /// # Safety
     /// Every element of the block must stay allocated, and no work submitted to the device after that moment may write
@@ -161,8 +162,8 @@ pub struct DeviceSink {
 }
 
 impl DeviceSink {
-    /// The block that takes a region of extent `lengths`, its first element at `address`. It is written after the
-    /// moment at which `copies` was made.
+    /// Makes a sink of the block for a region of extent `lengths`, its first element at `address`. The block is written
+    /// after the moment at which `copies` was made.
     ///
     /// # Errors
     /// `Invalid` when two of its elements share memory (an expanded tensor).

@@ -1,4 +1,4 @@
-//! Many short runs as few large copies: runs of one length at regular distances are one pitched copy.
+//! Merges many short runs into few large copies: runs of one length at regular distances are one pitched copy.
 
 /// Bytes that lie in one run on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,9 +15,9 @@ pub(crate) struct Rows {
     pub(crate) src: usize,
     pub(crate) width_bytes: usize,
     pub(crate) height: usize,
-    /// At least the width, as the driver asks; meaningless for one row.
+    /// Distance of rows at the destination, in bytes; at least the width for the driver. Meaningless for one row.
     pub(crate) dst_pitch_bytes: usize,
-    /// As for the destination.
+    /// Distance of rows at the source, in bytes, as for the destination.
     pub(crate) src_pitch_bytes: usize,
 }
 
@@ -69,7 +69,7 @@ impl<E, F: FnMut(Rows) -> Result<(), E>> Gather<E, F> {
         Gather { rows: None, outcome: Ok(()), copy }
     }
 
-    /// The next run. After a failure nothing is copied any more.
+    /// Adds the next run. After a failure nothing is copied any more.
     pub(crate) fn push(&mut self, run: Run) {
         if self.outcome.is_err() || self.rows.as_mut().is_some_and(|rows| rows.extend(run)) {
             return;
@@ -79,7 +79,7 @@ impl<E, F: FnMut(Rows) -> Result<(), E>> Gather<E, F> {
         }
     }
 
-    /// Copies what is left.
+    /// Copies the remaining rows.
     ///
     /// # Errors
     /// The first failure of `copy`.
@@ -106,7 +106,7 @@ mod tests {
         copies
     }
 
-    /// The pairs of addresses that are copied, byte by byte, in order.
+    /// Returns the pairs of addresses that are copied, byte by byte, in order.
     fn bytes(rows: &[Rows]) -> Vec<(usize, usize)> {
         let of = |rows: &Rows| {
             let rows = *rows;

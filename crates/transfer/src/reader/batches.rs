@@ -17,11 +17,11 @@ pub(super) struct Planned {
 pub(super) struct Stretches<I> {
     reads: I,
     ahead: VecDeque<Planned>,
-    /// Where the stretch of the last one began: its file, and the first and the last byte so far.
+    /// Beginning of the last read's stretch: its file, and the first and the last byte so far.
     last: (u32, Range<u64>),
 }
 
-/// How far behind a read the following reads are known.
+/// Distance after a read for which the following reads are known, in bytes.
 const STRETCH_BYTES: u64 = 4 << 20;
 
 impl<I: Iterator<Item = Planned>> Stretches<I> {
@@ -29,7 +29,7 @@ impl<I: Iterator<Item = Planned>> Stretches<I> {
         Stretches { reads, ahead: VecDeque::new(), last: (u32::MAX, 0..0) }
     }
 
-    /// Where the stretch ends, of `file` and up to `end`, as far as that matters.
+    /// Returns the end of the stretch of `file` that reaches `end`, as far as it matters.
     fn end(&mut self, file: u32, mut end: u64) -> u64 {
         let enough = end.saturating_add(STRETCH_BYTES);
         let mut next = 0;
@@ -68,7 +68,7 @@ impl<I: Iterator<Item = Planned>> Iterator for Stretches<I> {
 pub(super) struct Announced {
     pub(super) planned: Planned,
     pub(super) fetch: Fetch,
-    /// Whether all of it goes into this process's memory.
+    /// `true` if all of it is for this process's memory.
     pub(super) is_host: bool,
 }
 
@@ -88,7 +88,7 @@ impl Span {
         Span { file, range, gaps: 0 }
     }
 
-    /// The span that holds `range`, too, if storage with these needs reads both in one request. Ranges ascend.
+    /// Returns the span that holds `range`, too, if storage with these needs reads both in one request. Ranges ascend.
     pub fn with(&self, file: u32, range: &Range<u64>, needs: ReadNeeds) -> Option<Span> {
         let gap = range.start.saturating_sub(self.range.end);
         let whole = self.range.start..range.end.max(self.range.end);
@@ -106,7 +106,7 @@ pub(super) struct Batch {
     pub(super) is_host: bool,
 }
 
-/// What is lent at a time: the more, the fewer first blocks, which are verified without a copy beside.
+/// Preferences for lending: the longer the ranges, the fewer first blocks, which are verified without a copy beside.
 const LENT: ReadNeeds = ReadNeeds { gap_bytes: 0, request_bytes: 4 << 20, in_flight: 1 };
 
 impl Batch {

@@ -22,7 +22,7 @@ use super::SLOT_BYTES;
 /// Enough that ranks need not wait for each other between rounds where each read fills one slot.
 const SLOTS_ENOUGH: u64 = 48;
 
-/// With fewer slots there would be fewer than one for each round under way.
+/// Least number of slots: one for each round under way.
 const SLOTS_MIN: u64 = 4;
 
 /// The part of the staging budget that a window takes at most, beside the arena.
@@ -42,8 +42,8 @@ pub struct Window {
 pub struct View(Mapping);
 
 impl Window {
-    /// A window of a rank that stages in `budget_bytes`, of `slots_wanted` slots if they are in the budget. `None` if
-    /// that is too little, or the system refuses.
+    /// Makes a window of a rank that stages in `budget_bytes`, of `slots_wanted` slots if they are in the budget.
+    /// Returns `None` if that is too little, or the system refuses.
     pub fn new(budget_bytes: u64, slots_wanted: u64) -> Option<Arc<Window>> {
         let slots = (budget_bytes / BUDGET_PART / SLOT_BYTES as u64).min(slots_wanted.max(SLOTS_ENOUGH));
         if slots < SLOTS_MIN {
@@ -62,22 +62,22 @@ impl Window {
         made().ok().map(Arc::new)
     }
 
-    /// The descriptor with which others map it.
+    /// Returns the descriptor with which other ranks map it.
     pub fn descriptor(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.descriptor)
     }
 
-    /// Slots in all.
+    /// Returns the number of slots.
     pub fn slots(&self) -> usize {
         self.mapping.bytes / SLOT_BYTES
     }
 
-    /// Number of free slots.
+    /// Returns the number of free slots.
     pub fn free_slots(&self) -> usize {
         self.lock().len()
     }
 
-    /// A free slot, the one used last; `None` while all are in use. Contents are arbitrary.
+    /// Takes a free slot, the one used last; `None` while all are in use. Contents are arbitrary.
     pub fn take(self: &Arc<Window>) -> Option<WindowSlot> {
         let number = self.lock().pop()?;
         Some(WindowSlot { number, window: Arc::clone(self) })
@@ -95,7 +95,7 @@ pub struct WindowSlot {
 }
 
 impl WindowSlot {
-    /// Number of the slot in its window.
+    /// Returns the number of the slot in its window.
     pub fn number(&self) -> u32 {
         self.number
     }
@@ -117,7 +117,7 @@ impl Drop for WindowSlot {
 }
 
 impl View {
-    /// Another rank's window; `None` for a descriptor of something else, or with missing seals.
+    /// Maps another rank's window; returns `None` for a descriptor of something else, or with missing seals.
     pub fn of(descriptor: &OwnedFd) -> Option<View> {
         let seals = rustix::fs::fcntl_get_seals(descriptor).ok()?;
         let bytes = rustix::fs::fstat(descriptor).ok()?.st_size;
@@ -125,7 +125,7 @@ impl View {
         Mapping::new(descriptor.as_fd(), bytes, ProtFlags::READ).ok().map(View)
     }
 
-    /// The bytes that its owner names; `None` if they lie outside.
+    /// Returns the bytes that the owner names; `None` if they lie outside.
     #[allow(unsafe_code)]
     pub fn bytes(&self, at: u64, bytes: u64) -> Option<&[u8]> {
         let end = at.checked_add(bytes).filter(|&end| end <= self.0.bytes as u64)?;

@@ -19,13 +19,13 @@ use shardfast_plan::{Chunk, Piece};
 use shardfast_transfer::error::{Error, Result};
 use shardfast_transfer::host::pack;
 
-/// The last message with segments.
+/// Flag of the last message with segments.
 pub(super) const LAST: u64 = 1;
-/// The sender failed.
+/// Flag of a message whose sender failed.
 pub(super) const GAVE_UP: u64 = 2;
 
 const SEGMENT_HEAD_BYTES: usize = 48;
-/// In place of an offset in a window.
+/// Value in place of an offset in a window: the bytes follow in the message.
 const FOLLOW: u64 = u64::MAX;
 
 /// A received message, parsed.
@@ -43,16 +43,16 @@ pub(super) struct Segment {
     pub(super) body: Body,
 }
 
-/// Where a segment's bytes are.
+/// Location of a segment's bytes.
 pub(super) enum Body {
-    /// In the sender's window.
+    /// Bytes in the sender's window.
     Window { at: u64, bytes: u64 },
-    /// In the message, behind their head.
+    /// Bytes in the message, behind the segment's head.
     Message { message: Arc<Vec<u8>>, bytes: Range<usize>, crc: u64 },
 }
 
 impl Body {
-    /// The bytes that came in the message; the CRC-64 that was found, if it differs.
+    /// Returns the bytes of the message; or the CRC-64 that was found, if it differs.
     pub(super) fn proven<'a>(message: &'a [u8], bytes: &Range<usize>, crc: u64) -> std::result::Result<&'a [u8], u64> {
         let head = &message[bytes.start - SEGMENT_HEAD_BYTES..bytes.start - 8];
         match segment_crc(head, &message[bytes.clone()]) {
@@ -69,7 +69,7 @@ pub(super) fn head(flags: u64, returned: &[u32]) -> Vec<u8> {
     head
 }
 
-/// A segment whose bytes follow.
+/// Makes a segment whose bytes follow.
 pub(super) fn carried<'a>(chunk: &Chunk, pieces: &[Piece], source: impl Fn(&Piece) -> &'a [u8]) -> Vec<u8> {
     let bytes = pieces.iter().map(Piece::bytes).sum::<u64>();
     let mut segment = Vec::with_capacity(SEGMENT_HEAD_BYTES + bytes as usize);
@@ -85,7 +85,7 @@ pub(super) fn carried<'a>(chunk: &Chunk, pieces: &[Piece], source: impl Fn(&Piec
     segment
 }
 
-/// A segment whose bytes lie in the sender's window.
+/// Makes a segment whose bytes lie in the sender's window.
 pub(super) fn shown(chunk: &Chunk, at: u64, bytes: u64) -> Vec<u8> {
     let mut segment = Vec::with_capacity(SEGMENT_HEAD_BYTES);
     numbers(chunk, bytes, at, &mut segment);

@@ -1,4 +1,4 @@
-//! Threads that stay busy from one round to the next.
+//! Keeps threads busy from one round to the next.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -91,7 +91,7 @@ impl<'scope, 'env, T: Send + 'scope, R: Send + 'scope> Pool<'scope, 'env, T, R> 
         self.unfinished
     }
 
-    /// The result of some item; `None` when there is no unfinished one.
+    /// Returns the result of some item; `None` when there is no unfinished one.
     pub(super) fn next(&mut self) -> Option<Result<R>> {
         if self.unfinished == 0 {
             return None;

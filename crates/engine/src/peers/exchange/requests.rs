@@ -17,16 +17,16 @@ pub(super) struct Request {
     pub(super) tasks: Vec<Task>,
 }
 
-/// A chunk to read, and what others take of it.
+/// A chunk to read, and the others' pieces of it.
 pub(super) struct Task {
     pub(super) chunk: Chunk,
     pub(super) others: Vec<(Vec<u32>, Vec<Piece>)>,
-    /// Where the bytes for neighbours are packed.
+    /// Slot in which the bytes for neighbours are packed.
     pub(super) slot: Option<WindowSlot>,
 }
 
 impl Shared<'_> {
-    /// What the last of these requests reads with a chunk, if that is how storage is read best.
+    /// Returns the span of the last of these requests with a chunk, if the storage is best read like that.
     pub(super) fn continued(&self, requests: &[Request], chunk: &Chunk) -> Option<Span> {
         let last = requests.last().filter(|last| last.tasks.len() < self.staging.slots() / 2)?;
         last.span.with(chunk.file, &self.range(chunk), self.files.needs())
@@ -45,7 +45,7 @@ impl Shared<'_> {
         }
     }
 
-    /// What is read for a chunk.
+    /// Returns the range that is read for a chunk.
     pub(super) fn range(&self, chunk: &Chunk) -> Range<u64> {
         self.files.whole_blocks(chunk.file, chunk.range.start..chunk.end)
     }
@@ -64,7 +64,7 @@ impl Shared<'_> {
     }
 }
 
-/// Slots that one request fills.
+/// Returns the number of slots that one request fills.
 pub(crate) fn slots_in_request(needs: ReadNeeds) -> usize {
     (needs.request_bytes / SLOT_BYTES as u64).max(1) as usize
 }

@@ -1,4 +1,4 @@
-//! A commit record.
+//! Checks decoded commit records.
 
 use shardfast_format::{Commit, Error};
 
@@ -6,7 +6,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Commit, Error> {
     Commit::decode(bytes)
 }
 
-/// Checks that there is one spelling of each record of our version.
+/// Checks that each record of our version has one spelling.
 pub(crate) fn hold(bytes: &[u8], commit: &Commit) {
     if commit.minor == 0 {
         assert_eq!(commit.encode(), bytes);

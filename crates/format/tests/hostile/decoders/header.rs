@@ -1,16 +1,16 @@
-//! A data file's header.
+//! Checks decoded headers of data files.
 
 use safetensors::SafeTensors;
 use shardfast_format::{DataHeader, Error};
 
-/// Takes `bytes` for a whole file.
+/// Parses `bytes` as a whole file.
 pub(crate) fn decode(bytes: &[u8]) -> Result<DataHeader, Error> {
     let length = bytes.first_chunk().map_or(0, |field| u64::from_le_bytes(*field));
     let data_start = length.saturating_add(8).min(bytes.len() as u64);
     DataHeader::parse(&bytes[..data_start as usize], bytes.len() as u64)
 }
 
-/// Checks what a header promises, by the safetensors crate's reading of the same file.
+/// Checks the promises of a header against the safetensors crate's reading of the same file.
 pub(crate) fn hold(bytes: &[u8], header: &DataHeader) {
     let theirs = SafeTensors::deserialize(bytes).expect("what we take, safetensors takes");
     assert_eq!(theirs.len(), header.entries.len());

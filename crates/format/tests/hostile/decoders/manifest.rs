@@ -1,4 +1,4 @@
-//! A manifest.
+//! Checks decoded manifests.
 
 use shardfast_format::{DType, Error, Extent, LeafKind, LeafName, Manifest};
 
@@ -7,7 +7,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Manifest, Error> {
     Manifest::decode(bytes)
 }
 
-/// Checks what a manifest promises its readers.
+/// Checks the promises of a manifest to its readers.
 pub(crate) fn hold(_bytes: &[u8], manifest: &Manifest) {
     let again = Manifest::decode(&manifest.encode()).expect("what was decoded can be encoded");
     assert_eq!(&again, manifest);

@@ -1,4 +1,4 @@
-//! A value.
+//! Checks decoded values.
 
 use shardfast_format::object::encode;
 use shardfast_format::{Error, Value};
@@ -7,7 +7,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Value, Error> {
     shardfast_format::object::decode(bytes)
 }
 
-/// Checks that a value once read is written the same way for ever.
+/// Checks that a value, once decoded, is always encoded the same way.
 pub(crate) fn hold(_bytes: &[u8], value: &Value) {
     let written = encode(value).expect("what was decoded can be encoded");
     let again = decode(&written).expect("what was encoded can be decoded");

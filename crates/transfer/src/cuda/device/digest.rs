@@ -28,7 +28,7 @@ const PARTS: u32 = 4;
 const RUN_BYTES: usize = 16;
 const SUM_BYTES: usize = 8;
 
-/// What a device keeps for digests.
+/// State that a device keeps for digests.
 #[derive(Default)]
 pub(super) struct Kept {
     kernel: Mutex<Option<Arc<Kernel>>>,
@@ -174,7 +174,7 @@ impl Digester for CopyStream {
 struct UnderWay {
     stream: Arc<CopyStream>,
     kernel: Arc<Kernel>,
-    /// How many.
+    /// Number of runs.
     runs: usize,
     /// The runs, then their digests. The device uses it until it was waited for.
     scratch: Slot,

@@ -1,18 +1,26 @@
-"""The processes of one measurement: started together, timed together, their processor time counted."""
+"""The processes of one measurement: started together, timed together, their processor time and memory counted.
+
+A measure of another library runs as a script in an environment of its own (`elsewhere`, `asked`, `answer`).
+"""
 
 from __future__ import annotations
 
 import datetime
+import functools
+import gc
+import importlib.util
+import json
 import multiprocessing
 import os
 import pickle
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +36,14 @@ HANG = datetime.timedelta(minutes=5)
 ROUNDS_MAX = 3
 """Of the measures whose differences are large; only the rates beside the ceiling need more."""
 
+MIB = 1 << 20
+CONSTANT_BYTES = 64 * MIB
+"""Memory of ours beyond the staging budget that the goals allow."""
+
+BUDGET_BYTES = 16 * MIB
+"""The staging budget where memory is measured."""
+
+ROOT = Path(__file__).parents[1]
 ANSWER = "answer"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -335,3 +351,62 @@ def stolen_s() -> float:
 def _cpu_line() -> list[str]:
     with open("/proc/stat") as file:
         return file.readline().split()[1:]
+
+
+def extra_memory(action: Callable[[], object]) -> int:
+    """Bytes of resident memory at the peak of ``action`` above those before it."""
+    gc.collect()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5\n")  # the high-water mark starts anew
+    action()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def read_from_disk() -> int:
+    """Bytes that this process had storage read, past the page cache or into it."""
+    counters = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in counters if line.startswith("read_bytes")).split()[1])
+
+
+def elsewhere(script: str, package: str, environment: str) -> Callable[[Settings], dict[str, Any]]:
+    """A measure by a script beside this file, run by a Python that has ``package``.
+
+    That is this one, or the one that ``scripts/ENVIRONMENT.sh`` installs in ``target/ENVIRONMENT``.
+    """
+    return functools.partial(_run_elsewhere, script, package, environment)
+
+
+def _run_elsewhere(script: str, package: str, environment: str, settings: Settings) -> dict[str, Any]:
+    is_here = importlib.util.find_spec(package) is not None
+    python = Path(sys.executable) if is_here else ROOT / "target" / environment / "bin" / "python"
+    if not python.exists():
+        reason = f"{package} is not here: scripts/{environment}.sh installs it into target/{environment}"
+        print(f"  not measured: {reason}")
+        return {"not measured": reason}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / ANSWER
+        told = json.dumps(vars(settings) | {"where": str(settings.where)})
+        subprocess.run([python, Path(__file__).with_name(script), told, file], check=True)
+        found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def asked(*, gigabytes: float, processes: int) -> Settings:
+    """The settings that such a script was started with: at most so many bytes and ``ROUNDS_MAX`` rounds."""
+    told = json.loads(sys.argv[1])
+    settings = Settings(**told | {"where": Path(told["where"])})
+    least, rounds = min(settings.gigabytes, gigabytes), min(settings.rounds, ROUNDS_MAX)
+    return replace(settings, gigabytes=least, rounds=rounds, processes=processes)
+
+
+def answer(found: dict[str, Any]) -> None:
+    """Writes down the figures of such a script."""
+    Path(sys.argv[2]).write_text(json.dumps(found))

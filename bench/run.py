@@ -10,61 +10,58 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
+import tempfile
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import crashes
-import deepspeed_engines
-import footprint
-import fsdp
 import goals
-import hooks
-import loaders
-import machine
-import megatron_core
-import planning
-import replay
-import replicas
-import resharding
-import restart
-import sharing
-import small
 import stall
 import stores
-import trainers
 import training
 import transfer
-import windows
-from ceiling import expect_fio
-from ranks import Settings
+from ceilings import expect_fio
+from figures import describe_machine, is_quiet, show_machine
+from ranks import ROOT, Settings, elsewhere
+
+
+def planning(settings: Settings) -> dict[str, Any]:
+    """Runs `bench/scale`, which needs no ranks."""
+    with tempfile.TemporaryDirectory() as directory:
+        results = Path(directory) / "scale.json"
+        command = ["cargo", "run", "--quiet", "--release", "--locked", "--package", "shardfast-scale", "--"]
+        quick = ["--quick"] if settings.quick else []
+        subprocess.run([*command, *quick, "--json", str(results)], cwd=ROOT, check=True)
+        figures: dict[str, Any] = json.loads(results.read_text())
+        return figures
+
 
 MEASURES = {
     "transfer": (transfer.measure, "durable save, cold and warm load, processor time, timeline"),
-    "resharding": (resharding.measure, "cold load into another layout"),
-    "restart": (restart.measure, "the first large load of a process beside the next ones"),
-    "sharing": (sharing.measure, "ranks that read for each other, beside each for itself"),
-    "small": (small.measure, "5,000 tensors of 1 KiB"),
+    "resharding": (transfer.measure_resharding, "cold load into another layout"),
     "stall": (stall.measure, "how long the call of an asynchronous save holds up the training"),
-    "fsdp": (fsdp.measure, "FSDP1 beside FSDP2: what saves of flat parameters cost"),
-    "megatron": (megatron_core.measure, "Megatron-Core and its distributed optimizer beside Megatron's checkpoints"),
-    "deepspeed": (deepspeed_engines.measure, "DeepSpeed's engines with our block beside DeepSpeed's checkpoints"),
+    "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
+    "stores": (stores.measure, "saves to S3 and loads from it: rates and processor time"),
+    "megatron": (
+        elsewhere("megatron_core.py", "megatron", "megatron"),
+        "Megatron-Core and its distributed optimizer beside Megatron's checkpoints",
+    ),
+    "deepspeed": (
+        elsewhere("deepspeed_engines.py", "deepspeed", "frameworks"),
+        "DeepSpeed's engines with our block beside DeepSpeed's checkpoints",
+    ),
     "trainers": (
-        trainers.measure,
+        elsewhere("trainers.py", "torchtitan", "frameworks"),
         "accelerate, transformers, Lightning, torchtitan: with ours beside their own",
     ),
-    "loaders": (loaders.measure, "data loaders in a state: stall, bytes, memory, units dealt out, a resumed epoch"),
-    "replicas": (replicas.measure, "what the proof of replicas costs at the first save of a layout"),
-    "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
-    "crashes": (crashes.measure, "a training that is killed now and then, by the interval between its saves"),
-    "footprint": (footprint.measure, "memory beside the state"),
-    "stores": (stores.measure, "saves to S3 and loads from it: rates, processor time, requests"),
-    "hooks": (hooks.measure, "what captures ahead of a save cost the host in a step of 1,000 tensors"),
-    "windows": (windows.measure, "captures over four steps beside one, on a host: memory, time to the commit"),
-    "replay": (replay.measure, "replayed steps of AdamW beside loads and stores alone, and beside PyTorch's"),
-    "planning": (planning.measure, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
+    "loaders": (
+        elsewhere("loaders.py", "torchdata", "frameworks"),
+        "data loaders in a state: stall, a resumed epoch beside accelerate's",
+    ),
+    "planning": (planning, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
 }
 RESULTS = Path(__file__).parent / "results"
 
@@ -84,12 +81,12 @@ def main() -> None:
     where: Path = args.where.resolve() / "shardfast-bench"
     gigabytes, rounds = (0.15, 1) if args.quick else (2.0, 5)
     settings = Settings(args.gigabytes or gigabytes, args.processes, args.rounds or rounds, where, args.quick)
-    described = machine.describe(args.where)
-    machine.show(described)
+    described = describe_machine(args.where)
+    show_machine(described)
     results: dict[str, Any] = {
         "machine": described,
         "settings": settings_of(settings),
-        "quiet": machine.is_quiet(described),
+        "quiet": is_quiet(described),
     }
     try:
         for name in args.only:

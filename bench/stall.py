@@ -1,4 +1,4 @@
-"""How long the call of an asynchronous save holds up the training, by number and size of tensors and by values.
+"""Time for which the call of an asynchronous save holds up the training, by number and size of tensors and by values.
 
 Every save is waited for before the next one begins, and the optimizer steps in between: what is measured is the call
 alone, on an otherwise idle machine, with the plan cached. The first save of a process is measured apart, in processes
@@ -15,9 +15,9 @@ from typing import Any
 import shardfast as sf
 import torch
 import torch.distributed as dist
-from asynchronous import AsyncSystem, DcpAsync, ShardfastAsync, asynchronous_systems, show_notes
 from figures import OURS, Figures, median, ours_first, spread, summary, table
 from ranks import Settings, attempt, of_all, remove, run, turned
+from rivals import AsyncSystem, DcpAsync, ShardfastAsync, asynchronous_systems, show_notes
 from states import counted, values
 
 KIB, MIB, MB = 1 << 10, 1 << 20, 1_000_000
@@ -52,18 +52,15 @@ class Case:
 
 
 BASE = Case(1000, 4 * KIB, rivals=True, saves=100)
-MANY = Case(8000, 4 * KIB, saves=30)
-NUMBERS = Case(1000, 4 * KIB, MB, saves=100)
-BUFFER = Case(1000, 4 * KIB, MB, as_bytes=True)
 CASES = (
     Case(100, 4 * KIB),
     BASE,
     Case(2000, 4 * KIB),
-    MANY,
+    Case(8000, 4 * KIB, saves=30),
     Case(100, MIB),
     Case(1000, 256 * KIB, rivals=True),
-    NUMBERS,
-    BUFFER,
+    Case(1000, 4 * KIB, MB, saves=100),
+    Case(1000, 4 * KIB, MB, as_bytes=True),
 )
 QUICK = (Case(100, 4 * KIB, rivals=True, saves=2), Case(1000, 4 * KIB, MB, saves=2))
 
@@ -89,27 +86,9 @@ def measure(settings: Settings) -> Figures:
         },
         "failed": found["failed"],
     }
-    if not settings.quick:
-        figures["price_ms"] = _prices(times)
     figures["first_ms"] = _first(settings, found["failed"])
     show_notes(found["notes"], found["failed"])
     return figures
-
-
-def _prices(times: dict[Case, Times]) -> dict[str, float]:
-    """What more of something adds to the median."""
-
-    def ours(case: Case) -> float:
-        return median(times[case][OURS][0])
-
-    prices = {
-        "each further 1,000 tensors": (ours(MANY) - ours(BASE)) / ((MANY.tensors - BASE.tensors) / 1000),
-        "each further MB of numbers and texts": (ours(NUMBERS) - ours(BASE)) / (NUMBERS.value_bytes / MB),
-        "each further MB in one buffer": (ours(BUFFER) - ours(BASE)) / (BUFFER.value_bytes / MB),
-    }
-    for what, price in prices.items():
-        print(f"  {what}: {price:.3f} ms")
-    return prices
 
 
 def _first(settings: Settings, failed: dict[str, str]) -> dict[str, Any]:

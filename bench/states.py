@@ -1,4 +1,4 @@
-"""What is saved: sharded states, many small tensors, modules with their optimizers, Python values."""
+"""States that the measures save: sharded tensors, modules with their optimizers, Python values."""
 
 from __future__ import annotations
 
@@ -44,18 +44,6 @@ def sharded(total_bytes: int, seed: int, dim: int = 0) -> State:
                 values = torch.empty(local).uniform_(-1, 1, generator=generator)
                 state[f"layers.{layer}.{name}.{kind}"] = DTensor.from_local(values, mesh, [placement], run_check=False)
     return state
-
-
-def small(count: int, bytes_each: int) -> State:
-    """``count`` tensors of ``bytes_each`` on every rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    return {
-        f"tensors.{index}": DTensor.from_local(
-            torch.empty(bytes_each // 4).uniform_(-1, 1, generator=generator), mesh, [Shard(0)], run_check=False
-        )
-        for index in range(count)
-    }
 
 
 def bytes_of(state: State) -> int:

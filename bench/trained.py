@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
-from figures import OURS
+from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table
 from ranks import Settings, drop_page_cache, in_turn, made, of_all, settle
 from shardfast.capture import in_flight
 
@@ -142,3 +142,71 @@ def expect_ours(found: dict[str, Any], failed: dict[str, str]) -> dict[str, Any]
     if any(name.split(",")[0] == OURS for name in failed):
         raise RuntimeError(f"what is to be measured fails: {failed}")
     return found
+
+
+def show_saves(found: dict[str, Any], size: int, *, stall: str, durable: str, processes: int) -> Figures:
+    """By stage and system: its stall and its durable save, and how many times ours these take, round by round.
+
+    Args:
+        found: What the ranks measured.
+        size: Bytes of the state.
+        stall: The way of ours whose stalls are compared.
+        durable: The way of ours whose durable saves are.
+        processes: The number of ranks.
+    """
+    rows: list[list[object]] = []
+    figures: dict[str, Any] = {}
+    for stage, systems in found.items():
+        stalls = {name: [call * 1e3 for call, _, _ in of] for name, of in systems.items()}
+        totals = {name: [total for _, _, total in of] for name, of in systems.items()}
+        figures[stage] = {}
+        for name, of in ours_first(systems):
+            times_stall = ratio(stalls[name], stalls[stall])
+            times_total = ratio(totals[name], totals[durable])
+            waits = [wait * 1e3 for _, wait, _ in of]
+            rows.append([
+                stage, name, f"{median(stalls[name]):.1f}", spread(stalls[name], 1), f"{median(times_stall):.1f}",
+                spread(times_stall, 1), f"{median(waits):.1f}", median(totals[name]), spread(totals[name]),
+                median(times_total), spread(times_total),
+            ])  # fmt: skip
+            figures[stage][name] = {
+                "stall_ms": summary(stalls[name]),
+                "step_at_once_ms": summary(waits),
+                "durable_s": summary(totals[name]),
+                "stall_of_ours": summary(times_stall),
+                "durable_of_ours": summary(times_total),
+            }
+    columns = (
+        "stall ms", "(min .. max)", f"of {stall}'s", "(min .. max)", "a step at once waits ms", "durable s",
+        "(min .. max)", f"of {durable}'s", "(min .. max)",
+    )  # fmt: skip
+    title = f"saves of {size / 1e9:.2f} GB on {processes} processes, of the slowest rank"
+    table(title, ("", "", *columns), rows)
+    return figures
+
+
+def show_loads(found: dict[str, dict[str, list[float]]], size: int, how: str, processes: int) -> Figures:
+    """By stage and system: the seconds of its cold loads, and how many times ours these are."""
+    rows: list[list[object]] = []
+    figures: dict[str, Any] = {}
+    for stage, systems in found.items():
+        figures[stage] = {}
+        for name, seconds in ours_first(systems):
+            times = ratio(seconds, systems[OURS])
+            rows.append([stage, name, median(seconds), spread(seconds), median(times), spread(times)])
+            figures[stage][name] = {"seconds": summary(seconds), "of_ours": summary(times)}
+    columns = ("s", "(min .. max)", f"of {OURS}'s", "(min .. max)")
+    title = f"cold loads of {size / 1e9:.2f} GB {how}, on {processes} processes"
+    table(title, ("", "", *columns), rows)
+    return figures
+
+
+def show_memory(found: dict[str, dict[str, int]], budget_bytes: int) -> Figures:
+    """By stage and system: the memory of the rank that needs most in a save."""
+    systems = list(dict.fromkeys(name for of in found.values() for name in of))
+    rows = [
+        [name, *(f"{of[name] / (1 << 20):.0f}" if name in of else "-" for of in found.values())] for name in systems
+    ]
+    title = f"peak memory of a rank in a save, above what was there before; the budget is {budget_bytes >> 20} MiB"
+    table(title, ("", *(f"{stage} MiB" for stage in found)), rows)
+    return {"bytes": found, "budget_bytes": budget_bytes}

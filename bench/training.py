@@ -1,4 +1,4 @@
-"""What a save in the background costs the training: a real network, AdamW, on the processor.
+"""Cost of a save in the background for the training: a real network, AdamW, on the processor.
 
 Each rank trains a pipeline stage of its own, so that no message of the training meets one of a save. A save begins with
 a step; steps go on until it has ended. Its price is all time beyond that of as many steps without one: the call, the
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from asynchronous import AsyncSystem, asynchronous_systems, show_notes
 from figures import Figures, median, ours_first, spread, summary, table
 from ranks import ROUNDS_MAX, Settings, in_turn, of_all, run, settle
+from rivals import AsyncSystem, asynchronous_systems, show_notes
 from states import trainable
 
 PLAIN_STEPS = 3

@@ -1,4 +1,4 @@
-"""Durable save, cold load and warm load of a sharded state: rates beside the ceiling, processor time, timeline."""
+"""Saves and loads that one waits for: durable, cold, warm and into another layout, beside the ceiling and rivals."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import shardfast as sf
 import torch.distributed as dist
-from ceiling import Disk, Memory, best, expect_room
+from ceilings import Disk, Memory, best, expect_room
 from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table, timeline
-from ranks import Cost, Costs, Settings, drop_page_cache, fill_page_cache, in_turn, of_all, remove, run, settle, timed
-from states import State, bytes_of, expect_equal, sharded, zero
-from systems import NOT_MEASURED, Shardfast, System, systems
+from ranks import (
+    ROUNDS_MAX,
+    Cost,
+    Costs,
+    Settings,
+    drop_page_cache,
+    fill_page_cache,
+    in_turn,
+    of_all,
+    read_from_disk,
+    remove,
+    run,
+    settle,
+    timed,
+)
+from rivals import NOT_MEASURED, Shardfast, System, systems
+from states import State, bytes_of, expect_equal, expect_equal_whole, sharded, zero
 
 PARTS = ("durable save", "cold load", "warm load")
 
@@ -138,3 +153,84 @@ def _part(part: str, size: int, methods: dict[str, Costs], more: dict[str, Costs
         "of_ceiling": {name: summary(ratio(top, cost.seconds())) for name, cost in costs.items()},
         "of_best_rival": summary(ratio(rival, costs[OURS].seconds())) if rival else {},
     }
+
+
+def measure_resharding(settings: Settings) -> Figures:
+    """Cold loads into another layout, beside those into the layout of the save, and the bytes that they read."""
+    found: dict[str, Any] = run(_resharding_worker, settings)
+    rows: list[list[object]] = []
+    size = found["bytes"]
+    fastest = min((median(resharded) for name, (_, resharded) in found["seconds"].items() if name != OURS), default=0.0)
+    for name, (same, resharded) in ours_first(found["seconds"]):
+        ratios = ratio(same, resharded)
+        rates = [size / one / 1e9 for one in resharded]
+        row = [name, size / median(same) / 1e9, median(rates), spread(rates), median(ratios), spread(ratios)]
+        rows.append([*row, fastest / median(resharded) if fastest else ""])
+    columns = ("same layout GB/s", "resharded GB/s", "(min .. max)", "resharded of same", "(min .. max)")
+    title = f"cold load, saved as Shard(0), loaded as Shard(1), {settings.processes} processes, {size / 1e9:.2f} GB"
+    table(title, ("", *columns, "of best rival"), rows)
+    wanted, read, fetched = found["wanted"], found["read"], found["from_disk"]
+    print(f"  shardfast read {read:,} bytes for {wanted:,} needed: {read / wanted:.4f}")
+    print(f"  the disk was read for {fetched:,}: {fetched / wanted:.4f} (median of the loads)")
+    for name, reason in found["failed"].items():
+        print(f"  not in the table: {name}: {reason}")
+    return {
+        "bytes": size,
+        "failed": found["failed"],
+        "bytes_read_of_needed": read / wanted,
+        "bytes_from_disk_of_needed": fetched / wanted,
+        "resharded_of_same": {name: summary(ratio(*seconds)) for name, seconds in found["seconds"].items()},
+        "seconds": found["seconds"],
+    }
+
+
+def _resharding_worker(settings: Settings) -> dict[str, Any]:
+    rows = sharded(settings.total_bytes, seed=1)
+    same = sharded(settings.total_bytes, seed=1000)
+    columns = sharded(settings.total_bytes, seed=1000, dim=1)
+    order, failed = systems(resharding=True)
+    seconds: dict[str, tuple[list[float], list[float]]] = {}
+    amounts: list[int] = []
+    from_disk: list[int] = []
+
+    def one(system: System, path: Path, is_measured: bool) -> None:
+        *costs, fetched = _resharded(settings, system, path, rows, same, columns)
+        if isinstance(system, Shardfast) and is_measured:
+            from_disk.append(fetched)
+        if isinstance(system, Shardfast):
+            amounts[:] = [sf.plan_load(path, {"model": columns}).bytes_wanted, system.loads[-1].bytes_read]
+        if is_measured:
+            for times, cost in zip(seconds.setdefault(system.name, ([], [])), costs, strict=True):
+                times.append(cost.seconds)
+
+    in_turn(order, failed, settings, one, rounds=min(settings.rounds, ROUNDS_MAX))
+    wanted, read = (sum(amount[at] for amount in of_all(amounts)) for at in range(2))
+    # A replicated tensor counts once for each rank that holds it: as many bytes as all ranks want.
+    size = sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
+    fetched = sum(sorted(loads)[len(loads) // 2] for loads in of_all(from_disk))
+    return {
+        "bytes": size,
+        "seconds": seconds,
+        "failed": failed,
+        "wanted": wanted,
+        "read": read,
+        "from_disk": fetched,
+    }
+
+
+def _resharded(
+    settings: Settings, system: System, path: Path, rows: State, same: State, columns: State
+) -> tuple[Cost, Cost, int]:
+    system.save(path, rows)
+    settle(settings)
+    zero(same)
+    drop_page_cache(path)
+    straight = timed(lambda: system.load(path, same))
+    expect_equal(same, rows, system.name)
+    zero(columns)
+    drop_page_cache(path)
+    before = read_from_disk()
+    resharded = timed(lambda: system.load(path, columns))
+    fetched = read_from_disk() - before
+    expect_equal_whole(columns, rows, system.name)
+    return straight, resharded, fetched

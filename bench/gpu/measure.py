@@ -1,4 +1,4 @@
-"""What a save costs the training on a device: a transformer of a billion parameters, bf16 compute, fp32 AdamW.
+"""Cost of a save for the training on a device: a transformer of a billion parameters, bf16 compute, fp32 AdamW.
 
 Everything is measured in one run, rounds interleaved, beside what the machine itself can do: copies between the device
 and page-locked memory, durable writes to the disk. Read the ratios; rates by themselves say little.

@@ -1,4 +1,4 @@
-"""What a save holds up the training on a device, by the number of steps over which it is captured.
+"""Time for which a save holds up the training on a device, by the number of steps over which it is captured.
 
 One model, several batch sizes: the longer a step, the more of the copy it hides. `x` is the time of the copy in steps.
 Every way to save trains in turns, some intervals of steps with a save in the middle of each, beside the same number of
@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import shardfast as sf
 import torch
@@ -29,7 +28,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from asynchronous import DcpAsync
 from measure import Training, copy_ceilings, seconds
 from results import (
     COLUMNS,
@@ -45,19 +43,20 @@ from results import (
     stalls,
     text_of,
 )
+from rivals import DcpAsync
 
 KEPT = 4
 """Checkpoints that stay. When a training crashes, saves that end afterwards must not have removed the newest before."""
 
 
-class Way(Protocol):
-    """A way to save. Steps count from 1; a save is made behind each step that ``interval`` divides."""
+class Way:
+    """A way to save; this one saves nothing. Steps count from 1; saves come behind steps that the interval divides."""
 
     def stepped(self, step: int) -> None:
-        """Step ``step`` is over."""
+        """Ends step ``step``."""
 
     def before_step(self) -> None:
-        """The optimizer is about to step."""
+        """Comes before each step of the optimizer."""
 
     def end(self) -> float | None:
         """Waits for saves under way; the seconds from the newest saved step to its commit, if the way tells."""
@@ -69,32 +68,10 @@ class Way(Protocol):
         """Begins again at a save of this step. Newer ones count as lost in the crash and are deleted before."""
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the saves under way."""
 
 
-class Nothing:
-    """No checkpoints."""
-
-    def stepped(self, step: int) -> None:
-        pass
-
-    def before_step(self) -> None:
-        pass
-
-    def end(self) -> float | None:
-        return None
-
-    def committed(self) -> int | None:
-        return None
-
-    def restore(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Ours(Nothing):
+class Ours(Way):
     """A ``Checkpointer`` whose saves are captured over so many steps."""
 
     def __init__(self, place: Path, training: Training, interval: int, over: int | None) -> None:
@@ -126,7 +103,7 @@ class Ours(Nothing):
         self.checkpointer.close()
 
 
-class Background(Nothing):
+class Background(Way):
     """Saves one after the other; the directory of the newest committed save stays until a newer one is committed.
 
     Args:
@@ -207,7 +184,7 @@ class Cloned(Background):
         sf.load(self._place / f"step-{step:08}", {"state": self._named()})
 
 
-class Dcp(Nothing):
+class Dcp(Way):
     """DCP asynchronous, with its pinned stager."""
 
     def __init__(self, place: Path, training: Training, interval: int) -> None:
@@ -273,7 +250,7 @@ def ways(args: argparse.Namespace, training: Training) -> dict[str, Make]:
     def rival(make: Callable[[Path, Training, int], Way]) -> Make:
         return lambda place, interval: make(place, training, interval)
 
-    found: dict[str, Make] = {QUIET: lambda place, interval: Nothing(), LAZY: ours(1), "chosen": ours(None)}
+    found: dict[str, Make] = {QUIET: lambda place, interval: Way(), LAZY: ours(1), "chosen": ours(None)}
     found |= {f"over {k} steps": ours(k) for k in args.over}
     found |= {f"over {k} steps, waited": ours(k) for k in args.over}
     found |= {"synchronous": rival(synchronous), "copied in the call": rival(copied)}
@@ -287,7 +264,7 @@ class Trained(Training):
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         super().__init__(args, device, seed=1)
-        self.way: Way = Nothing()
+        self.way: Way = Way()
         self.optimizer.register_step_pre_hook(lambda *_: self.way.before_step())
         self._drop = self.optimizer.zero_grad
         self.optimizer.zero_grad = lambda: self._drop(set_to_none=self.drops_gradients)  # type: ignore[method-assign]
@@ -350,7 +327,7 @@ def take_turns(args: argparse.Namespace, training: Trained, place: Path, interva
                 turns[name].ahead = way.checkpointer.capture.figures()
                 print(f"  {name}: {way.checkpointer.capture}")
     finally:
-        training.way = Nothing()
+        training.way = Way()
         for way in made.values():
             way.close()
     return turns
@@ -383,7 +360,7 @@ def with_crashes(
             synchronize(training.device)
             crashed.seconds += time.perf_counter() - began
             last = way.committed() or last
-            training.way = Nothing()
+            training.way = Way()
             way.close()
             clear(to, last)
             crashed.lost += step - (last or 0)

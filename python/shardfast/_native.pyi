@@ -1,4 +1,4 @@
-"""The crossing into Rust: one call per verb. Private; what it offers to people is in ``shardfast``."""
+"""The crossing into Rust: one call per verb, whose arguments and results `crates/native/src` describes. Private."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self, final
@@ -103,10 +103,7 @@ class Place:
         port: int = 0,
         tls: tuple[str, str, str] | None = None,
     ) -> Self:
-        """The place of ``rank`` in the tree of ``world`` ranks, of which ``local_world`` share a node.
-
-        ``tls`` are the files of a certificate, its key and its authority.
-        """
+        """The place of ``rank`` in the tree of ``world`` ranks, of which ``local_world`` share a node."""
 
     @property
     def parent(self) -> int | None:
@@ -128,10 +125,7 @@ class Place:
         staging_bytes: int | None = None,
         is_whole_job: bool = True,
     ) -> Session:
-        """Joins the ranks of the job, through the parent at ``parent``; ``None`` for rank 0.
-
-        ``is_whole_job``: none of the job's ranks is left out.
-        """
+        """Joins the ranks of the job, through the parent at ``parent``; ``None`` for rank 0."""
 
 @final
 class Session:
@@ -173,14 +167,7 @@ class Window:
         is_waited: bool,
         pace: tuple[float, float] | None,
     ) -> Window:
-        """Opens a window over these units of what is described.
-
-        ``owner`` keeps the tensors' memory allocated. A class is an optimizer, the dtypes of its parameters and
-        moments, where it steps, and the variant that the rehearsal found: without variants this is the rehearsal. A
-        unit is the number of its class, its elements, and the addresses of its arrays. ``streams`` are those that the
-        program uses, by device; ``is_waited`` tells whether a device's gradients are overwritten before the next step,
-        and ``pace`` is what an earlier window measured.
-        """
+        """Opens a window over these units of what is described."""
 
     def go_on(self, streams: Mapping[int, int]) -> None:
         """No optimizer steps before the next call of ``stepping``: copies begin."""
@@ -195,12 +182,7 @@ class Window:
         place: Callable[[object], tuple[int, int, str, int | None]],
         streams: Mapping[int, int],
     ) -> None:
-        """An optimizer has stepped.
-
-        For each unit that took part: its number, its gradient, and the number of its scalars. ``place`` tells where a
-        gradient lies that DLPack's exchange table does not describe: address, elements, dtype, and the number of the
-        device.
-        """
+        """An optimizer has stepped."""
 
     def are_gradients_left(self) -> bool:
         """Whether a device's gradients stayed as they were until the next step, as a rehearsal saw."""
@@ -221,7 +203,7 @@ class Window:
         """Whether a save found other bits than those that were rolled forward."""
 
     def figures(self) -> str:
-        """What it did, as JSON."""
+        """Its figures, as JSON."""
 
 @final
 class Pending:
@@ -234,10 +216,7 @@ class Pending:
         """Waits until all is copied."""
 
     def confirm_unmodified(self, kind_name: str | None = None, message: str = "") -> None:
-        """Confirms that lazily captured tensors were not modified before the save was staged, or fails the save.
-
-        A save with such tensors commits only after this; an error fails it on every rank. Only the first call counts.
-        """
+        """Confirms that lazily captured tensors were not modified before the save was staged, or fails the save."""
 
     def committed(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint is durable and visible; raises what failed."""
@@ -252,7 +231,7 @@ class Pending:
         """Shardfast's own notes (``shardfast.…``) of the checkpoint, after the commit; the same on every rank."""
 
     def report(self) -> str:
-        """What the save did so far, as JSON."""
+        """The save so far, as JSON."""
 
 @final
 class Checkpoint:
@@ -261,30 +240,18 @@ class Checkpoint:
     @property
     def url(self) -> str: ...
     def info(self) -> dict[str, Any]:
-        """What is known about the save: attempt, step, world, created_unix_ms, writer, user."""
+        """The facts of the save: attempt, step, world, created_unix_ms, writer, user."""
 
     def leaves(self) -> list[tuple[Any, ...]]:
-        """The leaves in the manifest's order.
-
-        ``("tensor", key, name, layout, dtype, shape, bytes)``, ``("object", key, name, layout, [(ranks, bytes)])`` with
-        ranks as half-open ranges, or ``("alias", key, name, layout, of_key, of_name)``.
-        """
+        """The leaves in the manifest's order."""
 
     def agree(
         self, touched: Sequence[int], problems: Sequence[str], timeout_s: float
     ) -> tuple[list[int], list[tuple[list[int], str]]]:
-        """All ranks' findings, the same on every rank. Every rank calls it.
-
-        Args:
-            touched: Indices of the leaves that this rank has a place for.
-            problems: What prevents the load on this rank.
-
-        Returns:
-            The leaves that no rank has a place for, and all ranks' problems, each once, with the ranks that have it.
-        """
+        """All ranks' findings, the same on every rank. Every rank calls it."""
 
     def plan(self, wants: Sequence[tuple[Any, ...]], values: Sequence[tuple[int, int]]) -> dict[str, int]:
-        """What this rank's :meth:`load` would read: bytes_wanted, bytes_read, reads, files. Touches no data."""
+        """Forecasts this rank's :meth:`load`: bytes_wanted, bytes_read, reads, files. Touches no data."""
 
     def load(
         self,
@@ -294,13 +261,7 @@ class Checkpoint:
         streams: Mapping[int, int] = ...,
         peer_reads: str = "auto",
     ) -> tuple[list[bytes], dict[str, int]]:
-        """Fills the wants' memory. Every rank calls it, with the same ``peer_reads``: "auto", "always" or "never".
-
-        Returns the encoded values, in order, and what was moved: bytes_read, bytes_received, bytes_sent, is_shared.
-
-        A want is ``(leaf index, offsets, lengths, pointer, strides_bytes)`` or
-        ``(leaf index, "flat", start, stop, pointer)``; a value is a leaf's index and the number of one of its copies.
-        """
+        """Fills the wants' memory. Every rank calls it, with the same ``peer_reads``: "auto", "always" or "never"."""
 
 @final
 class Mapped:
@@ -342,11 +303,7 @@ class Tagged:
 
 @final
 class Value:
-    """The encoding of a Python value as it was when this was made.
-
-    ``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``list``, ``dict``, ``tuple`` and ``Tagged``, of exactly
-    these types. ``lower`` converts any other value to these; it also gets the keys and indices that lead to it.
-    """
+    """The encoding of a Python value as it was when this was made."""
 
     def __new__(
         cls, value: object, lower: Callable[[object, tuple[object, ...]], object] | None = None, place: str = ""
@@ -356,15 +313,7 @@ class Value:
 
 @final
 class Described:
-    """What a state holds and where its tensors lie, for all the saves during which both stay the same.
-
-    A leaf is ``("tensor", key, name, layout, dtype, shape, parts, capture, holders, compared)`` with parts ``(offsets,
-    lengths, pointer, strides_bytes)`` or ``("flat", start, stop, pointer)``, behind it the number of the CUDA device if
-    the memory is one's, ``capture`` as :data:`shardfast.catalog.Capture`, ``holders`` a tuple of ranks or ``None``, and
-    ``compared`` as :data:`shardfast.catalog.Compared`; ``("object", key, name, layout, owner)``; or ``("alias", key,
-    name, layout, of_key, of_name)``. A maker is ``(key, name, class, kind, made, unmade)``, by the name of a value: a
-    save fails in which something was made, and two ranks have classes for it that differ in name and kind.
-    """
+    """Description of a state and of where its tensors lie, for all the saves during which both stay the same."""
 
     def __new__(
         cls, leaves: Sequence[tuple[Any, ...]], makers: Sequence[tuple[str, str, str, str, list[str], list[str]]] = ...
@@ -375,30 +324,15 @@ class Described:
 
 @final
 class Outline:
-    """The objects of a state's bundles as they were when this was made; keeps nothing alive but names and layouts.
-
-    A bundle is the fields of :class:`shardfast.catalog.Outline` without ``values``; its ``inside`` is a list of tuples.
-
-    Raises:
-        TypeError: For what cannot be compared later, and for tensors of a bundle without ``place`` whose type has no
-            exchange table of DLPack; other errors of the framework for a tensor without a known address.
-    """
+    """The objects of a state's bundles as they were when this was made; keeps nothing alive but names and layouts."""
 
     def __new__(cls, bundles: Sequence[tuple[Any, ...]]) -> Self: ...
     def again(self) -> tuple[list[Any], list[Any], list[list[Any]]] | None:
-        """The tensors of all bundles, in order, and the entry of each, which is itself or has it inside.
-
-        With them each bundle's other entries. ``None`` if anything has changed: names, types, layouts, which parameters
-        are the same, and tensors' device, address, element type, shape and strides.
-        """
+        """The tensors of all bundles, in order, and the entry of each, which is itself or has it inside."""
 
 @final
 class Hold:
-    """Refers weakly to the memory of tensors, and detects writes and moves.
-
-    The arguments are the fields of :class:`shardfast.catalog.Hold`, and in ``wrapped`` the numbers of those that others
-    wrap, which count writes, too. The methods take the tensors in this memory, and behind them these others.
-    """
+    """Refers weakly to the memory of tensors, and detects writes and moves."""
 
     def __new__(
         cls,
@@ -433,26 +367,14 @@ def save(
     prove: bool | None = None,
     window: Window | None = None,
 ) -> Pending:
-    """Begins to save what is described as the checkpoint at ``url``.
-
-    ``values`` are those of the described objects, in order; ``owner`` is kept until the tensors' memory is needed no
-    more.
-    """
+    """Begins to save what is described as the checkpoint at ``url``."""
 
 def open(session: Session, url: str, *, timeout_s: float) -> Checkpoint:
     """Opens the checkpoint at ``url``. Every rank calls it; rank 0 reads."""
 
 @final
 class Retention:
-    """Which checkpoints of one run are kept. One rank has it.
-
-    Args:
-        url: The run.
-        last: The newest so many are kept.
-        every: Those are kept whose step is a multiple of this.
-        best: Those are kept with the best values of a metric: its name, how many, whether larger values are better.
-        timeout_s: A round fails once no request to the storage has succeeded for so long.
-    """
+    """The retention of one run: the newest, every n-th and the best. One rank has it."""
 
     def __new__(
         cls,
@@ -464,17 +386,10 @@ class Retention:
         timeout_s: float,
     ) -> Retention: ...
     def retain(self, made: Sequence[int]) -> tuple[list[int], list[tuple[str, str]]]:
-        """Takes back the committed checkpoints that no rule keeps: their files are deleted later.
-
-        ``made`` are the steps whose saves this process has begun, in that order, the newest last. Returns their steps;
-        and the URLs of those that stay because of foreign files, each with the reason.
-        """
+        """Takes back the committed checkpoints that no rule keeps: their files are deleted later."""
 
     def clear(self, steps: Sequence[int] | None) -> list[int]:
-        """Deletes the files of these checkpoints, or of all that were taken back earlier.
-
-        Returns the steps of which it deleted any.
-        """
+        """Deletes the files of these checkpoints, or of all that were taken back earlier."""
 
 def begin_run(
     session: Session, url: str, step: int, *, rewind: bool, timeout_s: float
@@ -496,33 +411,16 @@ def best_interval(
     at_least: int,
     at_most: int | None,
 ) -> tuple[int, float, str]:
-    """The number of steps between two saves that wastes least.
-
-    Behind it the seconds wasted then for each second of training, and what decided: ``"waste"``, ``"storage"``,
-    ``"at_least"`` or ``"at_most"``. All times are in seconds.
-
-    Raises:
-        Invalid: For times that are negative or not finite, a step or a mean time of zero, and bounds that contradict
-            each other.
-    """
+    """The number of steps between two saves that wastes least."""
 
 def mean_time_between_failures(expected_s: float, restarts: int, trained_s: float) -> float:
     """The mean time between failures, in seconds, after ``restarts`` failures in ``trained_s`` seconds."""
 
 def time_of(text: str) -> float:
-    """The seconds that a text such as ``"6h"`` says.
-
-    Raises:
-        Invalid: For what is no time above zero.
-    """
+    """The seconds that a text such as ``"6h"`` says."""
 
 def absolute_url(url: str) -> str:
-    """A path as seen from ``/``; a URL with a scheme without a slash at its end.
-
-    Raises:
-        Unsupported: For an unknown scheme.
-        Invalid: For a malformed URL, an option that its scheme does not have, and a secret in it.
-    """
+    """A path as seen from ``/``; a URL with a scheme without a slash at its end."""
 
 def step_url(run_url: str, step: int) -> str:
     """The URL of the checkpoint of a step of a run."""
@@ -534,8 +432,4 @@ def interpreter_ends() -> None:
     """The interpreter is about to end: the engine's threads do not ask it to give back tensors any more."""
 
 def cli_main(argv: Sequence[str], host: Callable[[], tuple[int | None, Sequence[tuple[str, str, str, str]]]]) -> int:
-    """Runs the ``shardfast`` command with these arguments, the program's name first; returns its exit code.
-
-    ``host`` is called if the command reports on this machine: the staging budget of a process where one is set, and
-    findings, each its name, ``ok``, ``limited`` or ``failed``, what was found, and what follows.
-    """
+    """Runs the ``shardfast`` command with these arguments, the program's name first; returns its exit code."""

@@ -679,31 +679,6 @@ def test_the_order_of_parameters_in_a_group_is_not_stored():
     assert (other.param_groups[0]["lr"], other.param_groups[0]["param_names"]) == (0.5, ["bias", "weight"])
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
-def test_an_optimizer_goes_on_after_a_restore_as_it_would_have(kind):
-    torch.manual_seed(0)
-    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    source, goal = nn.Linear(4, 3), nn.Linear(4, 3)
-    goal.load_state_dict(source.state_dict())
-    one = stepped(kind(source.parameters(), lr=0.1, **options))
-    goal.load_state_dict(source.state_dict())
-    two = kind([goal.bias, goal.weight], lr=0.7, **options)  # another order, another rate
-    saved, bundle = ADAPTER.optimizer(one, fqns(source)), ADAPTER.optimizer(two, fqns(goal))
-    created = {}
-    for name, tensor in saved.tensors().items():
-        present = bundle.tensors().get(name)
-        layout = ADAPTER.layout(tensor)
-        if present is None:
-            present = created[name] = bundle.create(name, layout.dtype, layout.shape, dry=False)
-        restore(ADAPTER, present, data(tensor))
-    values = {name: value for name, value in saved.values().items() if name != "param_groups"}
-    bundle.restore(created, {**values, "param_groups": [saved.values()["param_groups"]]}, str, strict=True).install()
-    for optimizer in (one, two):
-        stepped(optimizer)
-    assert torch.equal(source.weight, goal.weight)
-    assert torch.equal(source.bias, goal.bias)
-
-
 def group(params, **hyperparameters):
     return {"params": params, "lr": 0.1, **hyperparameters}
 
@@ -747,44 +722,6 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor():
         assert rate.item() == float(saved)
     with pytest.raises(Refused, match=r"\[2\] where the state has one of torch.float32 \[\]"):
         bundle.restore({}, {"param_groups": [[group(["weight", "bias"], lr=torch.ones(2))]]}, str, strict=True)
-
-
-def test_renamed_parameters_are_renamed_in_optimizer_state():
-    model = nn.Linear(2, 2)
-    bundle = ADAPTER.optimizer(torch.optim.Adam(model.parameters()), fqns(model))
-    rename = {"old.weight": "weight"}
-
-    def parameter(fqn):
-        return rename.get(fqn, fqn)
-
-    assert bundle.renamed("state.old.weight.exp_avg", parameter) == "state.weight.exp_avg"
-    assert bundle.renamed("state.bias.exp_avg", parameter) == "state.bias.exp_avg"
-    assert bundle.renamed("param_groups", parameter) == "param_groups"
-
-
-def check_zero(rank, world):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(Net(layers=1))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2)
-    model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
-    optimizer.step()
-    module = ADAPTER.module(model)
-    bundle = ADAPTER.optimizer(optimizer, names_of(module.parameters))
-    return set(bundle.tensors()), bundle.values()["param_groups"][0]["params"]
-
-
-def test_zero_stage_1_holds_the_state_of_its_own_parameters(ranks):
-    (one, groups), (other, same) = ranks(2)(check_zero)
-    everything = {name for name, _ in Net(layers=1).named_parameters()}
-    assert one
-    assert other
-    assert not one & other
-    assert {name.removeprefix("state.").rsplit(".", 1)[0] for name in one | other} == {
-        name for name in everything if not name.startswith("norm.")
-    }
-    assert set(groups) == set(same) == everything
 
 
 # The contract kit itself

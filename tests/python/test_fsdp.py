@@ -25,12 +25,16 @@ from layouts import (
     train,
     whole_of_fsdp1,
 )
+from nets import net
+from nets import step as step_plain
 from shardfast.adapters.torch import TorchAdapter
 from shardfast.catalog import Flat, Part, Region
 from shardfast.description import Describer
 from shardfast.parts import adapter_of
 from shardfast.testing import check_tensor
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -293,75 +297,6 @@ def test_a_write_past_the_optimizer_is_not_saved(ranks, tmp_path):
     ranks(2)(check_written, f"{tmp_path}")
 
 
-# Models that are not only layers in a row
-
-
-class Odd(nn.Module):
-    """Tied weights, a frozen layer, one that is left out, a module that is registered twice, statistics."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(11, 6)
-        self.frozen = nn.Linear(6, 6)
-        self.frozen.requires_grad_(False)
-        self.own = nn.Linear(6, 6)
-        self.twice = nn.Linear(6, 6)
-        self.again = self.twice
-        self.norm = nn.BatchNorm1d(6)
-        self.unused = nn.Linear(5, 3)
-        self.out = nn.Linear(6, 11, bias=False)
-        self.out.weight = self.tokens.weight
-
-    def forward(self, tokens):
-        x = self.own(self.frozen(self.tokens(tokens)))
-        return self.out(self.norm(self.again(torch.relu(self.twice(x))).flatten(0, 1)))
-
-
-def odd(seed, use_orig_params):
-    torch.manual_seed(seed)
-    net = Odd()
-    frozen = {"ignored_modules": [net.own]} if use_orig_params else {"ignored_modules": [net.own, net.frozen]}
-    model = FSDP(net, use_orig_params=use_orig_params, device_id=torch.device("cpu"), **frozen)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=1e-2, foreach=False)
-
-
-def train_odd(model, optimizer, steps):
-    for step in steps:
-        tokens = batch(step, 4)  # the same everywhere: FSDP1 does not reduce the gradients of what it ignores
-        F.cross_entropy(model(tokens), tokens.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def check_odd(rank, world, url):
-    for use_orig_params in (True, False):
-        model, optimizer = odd(0, use_orig_params)
-        train_odd(model, optimizer, range(3))
-        url_here = f"{url}/{use_orig_params}"
-        sf.save(url_here, state_of(model, optimizer))
-        model_2, optimizer_2 = odd(1, use_orig_params)
-        sf.load(url_here, state_of(model_2, optimizer_2))
-        with FSDP.summon_full_params(model), FSDP.summon_full_params(model_2):
-            pairs = zip(model.state_dict().items(), model_2.state_dict().items(), strict=True)
-            assert [name for (name, one), (_, other) in pairs if not same_bits(one, other)] == []
-        ours, theirs = (FSDP.optim_state_dict(m, o)["state"] for m, o in ((model, optimizer), (model_2, optimizer_2)))
-        assert ours.keys() == theirs.keys()
-        plain = Odd()
-        plan = sf.load(url_here, {"model": plain}, strict=False)
-        assert not plan.missing
-        assert plain.out.weight is plain.tokens.weight
-        with FSDP.summon_full_params(model):
-            assert same_bits(plain.tokens.weight, model.tokens.weight)
-            assert same_bits(plain.frozen.weight, model.frozen.weight)
-            assert same_bits(plain.own.weight, model.own.weight)
-            assert same_bits(plain.norm.running_mean, model.norm.running_mean)
-
-
-def test_tied_frozen_ignored_and_unused_parameters(ranks, tmp_path):
-    ranks(2)(check_odd, f"{tmp_path}")
-
-
 def check_precisions(rank, world, url):
     """Parameters that are computed with in bf16 are saved in fp32, which the optimizer steps."""
     for use_orig_params in (True, False):
@@ -566,3 +501,35 @@ def check_runs(rank, world):
 @pytest.mark.parametrize("world", [2, 3])
 def test_runs_in_boxes_are_said_truly(ranks, world):
     ranks(world)(check_runs)
+
+
+def check_flat_shards(rank, world, url):
+    """Past the wrapper, or as plain tensors, nothing says which elements this rank has."""
+    for strategy, use_orig_params in WIDE:
+        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+        model = FSDP(net(), device_id=torch.device("cpu"), **options)
+        step_plain(model, torch.optim.AdamW(model.parameters()))
+        for past in (dict(model.named_parameters()), model.module):
+            with pytest.raises(sf.Invalid, match="FullyShardedDataParallel has flattened"):
+                sf.save(f"{url}/none", {"model": past})
+
+
+def test_flat_shards_past_their_wrapper_are_refused(ranks, tmp_path):
+    sf.save(tmp_path / "none", {"model": {"w": torch.zeros(2)}})
+    ranks(2)(check_flat_shards, f"{tmp_path}")
+
+
+def check_sharded_tensor(rank, world, url):
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{n}/cpu" for n in range(world)])
+    tensor = sharded_tensor.rand(spec, 4, 2)
+    refused = r"w[./]w.*a ShardedTensor cannot be stored: use DTensor"
+    for verb in (sf.save, sf.load):
+        with pytest.raises(sf.Invalid, match=refused):
+            verb(f"{url}/none", {"w": {"w": tensor}})
+    with pytest.raises(sf.Invalid, match=refused):
+        sf.save(f"{url}/none", {"w": {"w": {"deeper": [tensor]}}})
+
+
+def test_a_sharded_tensor_is_refused_by_name(ranks, tmp_path):
+    sf.save(tmp_path / "none", {"w": {"w": torch.zeros(4, 2)}})
+    ranks(2)(check_sharded_tensor, f"{tmp_path}")

@@ -1,5 +1,6 @@
 """What `import shardfast` costs and offers."""
 
+import pickle
 import subprocess
 import sys
 
@@ -48,3 +49,6 @@ def test_errors_are_of_one_family():
     errors = [kind for kind in kinds if issubclass(kind, Exception)]
     assert len(errors) == 10
     assert all(issubclass(kind, sf.Error) for kind in errors)
+    for kind in errors:  # they survive the way to another process
+        copy = pickle.loads(pickle.dumps(kind("what happened")))
+        assert (type(copy), copy.args) == (kind, ("what happened",))

@@ -3,8 +3,11 @@
 import contextlib
 import gc
 import logging
+import os
+import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -296,3 +299,26 @@ def test_memory_that_a_module_let_go_is_given_back_after_a_save():
     state["model"].double()
     is_gone = storage() is None
     assert is_gone
+
+
+def usage():
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), children
+
+
+def check_use(rank, world, directory):
+    state = {"w": {f"w{number}": torch.ones(100) for number in range(50)}}
+    seen = []
+    for number in range(20):
+        sf.save(f"{directory}/{number}", state)
+        sf.load(f"{directory}/{number}", state)
+        seen.append(usage())
+    return seen[4], seen[-1]
+
+
+def test_no_second_process_and_nothing_leaks(ranks, tmp_path):
+    """Open files and threads stay as many as they were; no process is started."""
+    for early, late in ranks(2)(check_use, str(tmp_path)):
+        assert late[0] <= early[0] + 1
+        assert late[1] <= early[1] + 4  # what is idle ends in its own time
+        assert late[2] == []

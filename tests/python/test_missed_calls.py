@@ -280,3 +280,32 @@ def test_a_call_that_fails_on_the_only_rank_that_makes_it(ranks, tmp_path):
     for kind, message, _ in ranks(2)(check_unfit, str(tmp_path)):
         assert kind == "Invalid"
         assert "rank 0: " in message and "rank 1: it did not contribute" in message, message
+
+
+def check_waits(rank, world, directory):
+    sf.save(f"{directory}/zero", {"extra": {"n": 1}}, timeout_s=30)
+    dist.barrier()
+    waits = {
+        "save": lambda: sf.save(f"{directory}/one", {"extra": {"n": 1}}, timeout_s=0.2),
+        "load": lambda: sf.load(f"{directory}/zero", {"extra": {"n": 1}}, timeout_s=0.2),
+        "restore": lambda: sf.Checkpointer(f"{directory}/run", timeout_s=0.2).restore({"extra": {"n": 1}}),
+    }
+    seen = {}
+    if rank == 0:
+        for name, wait in waits.items():
+            started = time.monotonic()
+            with pytest.raises(sf.Unavailable) as caught:
+                wait()
+            seen[name] = (str(caught.value), time.monotonic() - started)
+    dist.barrier()
+    return seen
+
+
+def test_every_wait_has_an_end(ranks, tmp_path):
+    """A rank that never comes is named after the time that the caller gave."""
+    seen = ranks(2)(check_waits, str(tmp_path))[0]
+    for name, (message, seconds) in seen.items():
+        verb = "save" if name == "save" else "restore" if name == "restore" else "load"
+        assert f"rank 1 has not called {verb} (" in message, name
+        assert "within 200ms" in message, name
+        assert seconds < 20, name

@@ -1,12 +1,18 @@
-"""State of other optimizers than fused AdamW under any layout: AdamW that is not fused, SGD with momentum, and Muon
-beside AdamW. The matrices of AdamW are in test_reshard.py, test_fsdp.py and test_pipelines.py."""
+"""State of optimizers: of others than fused AdamW under any layout, of another shape than its parameter, less or under
+other names than here. The matrices of fused AdamW are in test_reshard.py, test_fsdp.py and test_pipelines.py."""
 
 import pytest
 import shardfast as sf
 import torch
+import torch.distributed as dist
 from layouts import PAIRS_ONE_IN, build, differing, fill, same_bits, spoil
+from nets import copies_of, net, same, step
+from older import AVERAGED
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 HAS_MUON = hasattr(torch.optim, "Muon")
 
@@ -152,3 +158,200 @@ def test_a_group_without_parameters_keeps_its_hyperparameters(tmp_path):
         (0.1, 0.01),
         (0.2, 0.1),
     ]
+
+
+# State of another shape than its parameter
+
+
+class RowWise(torch.optim.Optimizer):
+    """Factored second moments, one number for each row and one for each column, as CAME and Adafactor have."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim < 2:
+                    continue
+                state, square = self.state[parameter], parameter.grad.square() + 1e-3
+                row, column = square.mean(dim=-1), square.sum(dim=0) / len(square)  # gloo has no averages
+                if isinstance(column, DTensor):
+                    column = column.redistribute(placements=[Replicate()])
+                if not state:
+                    state["row"], state["column"] = torch.zeros_like(row), torch.zeros_like(column)
+                state["row"].mul_(0.9).add_(row, alpha=0.1)
+                state["column"].mul_(0.9).add_(column, alpha=0.1)
+                state["pair"] = state.get("pair", torch.zeros(2)) + 1
+                scale = state["row"].unsqueeze(-1) * state["column"]
+                parameter.add_(parameter.grad / scale.sqrt(), alpha=-group["lr"])
+
+
+def sharded(seed):
+    model = net(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh, **AVERAGED)
+    return fully_shard(model, mesh=mesh, **AVERAGED), mesh
+
+
+def check_factored(rank, world, url, saved_whole):
+    model, _ = sharded(0)
+    if saved_whole:
+        model = net(0)
+    optimizer = RowWise(model.parameters())
+    step(model, optimizer)
+    if saved_whole:
+        del model, optimizer  # saved by the test, in one process
+    else:
+        sf.save(url, {"model": model, "optimizer": optimizer})
+    fresh, mesh = sharded(1)
+    other = RowWise(fresh.parameters())
+    sf.load(url, {"model": fresh, "optimizer": other})
+    state = other.state[fresh[0].weight]
+    assert state["row"].placements == (Shard(0),) and state["row"].device_mesh == mesh
+    assert state["column"].placements == (Replicate(),)
+    assert saved_whole or type(state["pair"]) is torch.Tensor
+    step(fresh, other, seed=1)
+    return [p.full_tensor().tolist() for p in fresh.parameters()]
+
+
+@pytest.mark.parametrize("saved_whole", [False, True])
+def test_factored_moments_are_sharded_again(ranks, tmp_path, saved_whole):
+    model = net(0)
+    optimizer = RowWise(model.parameters())
+    step(model, optimizer)
+    if saved_whole:
+        for entries in optimizer.state.values():
+            del entries["pair"]
+        sf.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+    step(model, optimizer, seed=1)
+    expected = [p.detach() for p in model.parameters()]
+    for found in ranks(2)(check_factored, f"{tmp_path}/one", saved_whole):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(one), other)
+
+
+# Going back, renaming, habits
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_going_back_to_less_optimizer_state_leaves_nothing_newer(tmp_path, strict):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    state = {"model": model, "optimizer": optimizer}
+    sf.save(tmp_path / "0", state)
+    step(model, optimizer)
+    del optimizer.state[model[0].weight]["max_exp_avg_sq"]
+    del optimizer.state[model[2].bias]
+    before = copies_of(optimizer)
+    sf.save(tmp_path / "1", state)
+    for group in optimizer.param_groups:
+        optimizer.state = type(optimizer.state)(dict)
+        group["amsgrad"] = True
+    step(model, optimizer, seed=1)
+    forecast = sf.plan_load(tmp_path / "1", state, strict=strict)
+    plan = sf.load(tmp_path / "1", state, strict=strict)
+    dropped = {"optimizer/state.0.weight.max_exp_avg_sq"}
+    dropped |= {f"optimizer/state.2.bias.{name}" for name in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+    assert set(plan.dropped) == set(forecast.dropped) == dropped and not plan.missing and not forecast.problems
+    assert same(copies_of(optimizer), before)
+    assert model[2].bias not in optimizer.state
+    sf.load(tmp_path / "0", state, strict=strict)
+    assert not optimizer.state
+    step(model, optimizer)  # makes it anew
+
+
+def test_a_load_of_something_else_drops_nothing(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    sf.save(tmp_path / "0", state)
+    sf.save(tmp_path / "part", {"model": model, "optimizer": torch.optim.AdamW(model[0].parameters())})
+    step(model, optimizer)
+    sf.load(tmp_path / "0", state, only="model")
+    assert len(optimizer.state) == 4
+    # Of the parameters that it does not speak of, the checkpoint does not say that they had no state.
+    with pytest.raises(sf.Invalid, match=r"no saved parameter group has '2\.weight'"):
+        sf.load(tmp_path / "part", state)
+    plan = sf.load(tmp_path / "part", state, strict=False)
+    assert set(optimizer.state) == {model[2].weight, model[2].bias}
+    assert {name.rpartition(".")[0] for name in plan.missing} == {"optimizer/state.2.weight", "optimizer/state.2.bias"}
+    assert {name.rpartition(".")[0] for name in plan.dropped} == {"optimizer/state.0.weight", "optimizer/state.0.bias"}
+
+
+def pair(seed):
+    g, d = net(seed), net(seed + 1)
+    return {
+        "G": g,
+        "D": d,
+        "optimizer_G": torch.optim.AdamW(g.parameters()),
+        "optimizer_D": torch.optim.SGD(d.parameters(), lr=0.1, momentum=0.9),
+    }
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_an_optimizer_follows_the_module_whose_parameters_it_owns(tmp_path, as_function):
+    state = pair(0)
+    step(state["G"], state["optimizer_G"])
+    step(state["D"], state["optimizer_D"])
+    sf.save(tmp_path / "one", state)
+    fresh = pair(5)
+    fresh["G"] = nn.Sequential(nn.Identity(), *fresh["G"])  # every layer of G has moved by one
+    moved = {f"G/{n}.{part}": f"G/{n + 1}.{part}" for n in (0, 2) for part in ("weight", "bias")}
+    sf.load(tmp_path / "one", fresh, rename=(lambda name: moved.get(name, name)) if as_function else moved)
+    for name in ("G", "D"):
+        assert same([p.detach() for p in fresh[name].parameters()], [p.detach() for p in state[name].parameters()])
+        ours, theirs = fresh[f"optimizer_{name}"], state[f"optimizer_{name}"]
+        assert same(copies_of(ours), copies_of(theirs)) and copies_of(theirs)[0]
+
+
+def test_a_dict_of_parameters_names_them_for_an_optimizer(tmp_path):
+    """Only what is trained is saved: adapters beside a frozen model."""
+    model, fresh = net(), net(1)
+    for one in (model, fresh):
+        one[0].requires_grad_(False)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values())
+    for number in range(3):
+        step(model, optimizer, seed=number)
+        sf.save_async(tmp_path / f"{number}", {"model": trained, "optimizer": optimizer}).committed()
+    others = {name: p for name, p in fresh.named_parameters() if p.requires_grad}
+    other = torch.optim.AdamW(others.values())
+    sf.load(tmp_path / "2", {"model": others, "optimizer": other})
+    assert same(copies_of(other), copies_of(optimizer)) and copies_of(other)[0]
+    assert torch.equal(fresh[2].weight, model[2].weight) and not torch.equal(fresh[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_another_class_of_optimizer_is_unexpected(tmp_path, has_state):
+    model = net()
+    adam = torch.optim.Adam(model.parameters())
+    step(model, adam)
+    sf.save(tmp_path / "adam", {"model": model, "optimizer": adam})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    if has_state:
+        step(model, sgd)
+    before = copies_of(sgd)
+    state = {"model": model, "optimizer": sgd}
+    with pytest.raises(sf.Invalid, match=r"unexpected: the state of '0.weight' was saved by .*Adam, and here .*SGD"):
+        sf.load(tmp_path / "adam", state)
+    plan = sf.load(tmp_path / "adam", state, strict=False)
+    assert "optimizer/state.0.weight.exp_avg" in plan.unexpected
+    assert same(copies_of(sgd), before) and sgd.param_groups[0]["lr"] == 0.5
+    step(model, sgd)
+    # One algorithm under two names.
+    sf.load(tmp_path / "adam", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+
+
+def test_a_fresh_optimizer_loaded_in_inference_mode_can_be_trained_with(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    sf.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+    other = torch.optim.AdamW(model.parameters())
+    with torch.inference_mode():
+        sf.load(tmp_path / "one", {"model": model, "optimizer": other})
+    assert not any(value.is_inference() for entries in copies_of(other) for value in entries.values())
+    step(model, other)

@@ -235,6 +235,7 @@ def test_what_a_save_that_was_cut_off_left_is_no_hindrance(tmp_path):
     (place / "eval.json").write_text("{}")
     with pytest.raises(sf.Conflict, match="committed there already"):
         sf.save(place, state_of(3))
+    assert loaded(place) == 2
 
 
 def test_a_run_may_lie_among_other_things(tmp_path, monkeypatch):

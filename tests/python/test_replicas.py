@@ -176,3 +176,17 @@ def test_a_rank_alone_has_no_replicas(tmp_path):
     pending = sf.save_async(tmp_path / "one", {"model": {"w": torch.ones(4)}})
     pending.committed()
     assert pending.report["replicas"] == "none: one rank holds all"
+
+
+def check_shapes(rank, world, directory):
+    """An expert that every rank has under the same name, with a shape of its own."""
+    with pytest.raises(sf.Invalid, match=r"model/expert\.weight: expected the same on all ranks"):
+        sf.save(f"{directory}/no", {"model": {"expert.weight": torch.ones(3 + rank)}}, prove=True, timeout_s=30)
+    sf.save(f"{directory}/own", {"model": {"expert.weight": sf.PerRank(torch.full((3,), float(rank)))}})
+    loaded = {"expert.weight": sf.PerRank(None)}
+    sf.load(f"{directory}/own", {"model": loaded})
+    assert loaded["expert.weight"].value.tolist() == [float(rank)] * 3
+
+
+def test_replicas_of_another_shape_are_refused_and_there_is_a_word_for_a_ranks_own(ranks, tmp_path):
+    ranks(2)(check_shapes, str(tmp_path))

@@ -1,14 +1,32 @@
 """Any layout into any other, bit for bit, with real processes and torch's own layouts."""
 
 import itertools
+import random
+import types
 
 import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
-from layouts import PARALLEL, build, differing, expected, fill, held, known, local, memory, same_bits, train
+from layouts import (
+    PARALLEL,
+    Net,
+    build,
+    differing,
+    expected,
+    fill,
+    held,
+    known,
+    local,
+    memory,
+    mine,
+    plain_names,
+    same_bits,
+    train,
+)
 from older import IS_OLDER
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -223,3 +241,186 @@ def check_async(rank, world, layout, url):
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp_tp"])
 def test_a_save_holds_what_was_there_when_it_was_called(ranks, tmp_path, layout):
     assert ranks(2)(check_async, layout, f"{tmp_path}/checkpoint") == [0.0, 1.0]
+
+
+# Shards that no placement tells
+
+
+SHAPE = (12, 3)
+PLANS = {
+    # Rows of each rank, as runs in the order in which the rank keeps them.
+    "even": [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]],
+    "uneven": [[(0, 5)], [(5, 6)], [], [(6, 12)]],
+    "several": [[(0, 1), (6, 8)], [(1, 4)], [(8, 9), (4, 5), (11, 12)], [(5, 6), (9, 11)]],
+    "other ranks": [[(9, 12)], [(0, 3)], [(6, 9)], [(3, 6)]],
+}
+
+
+def sharded(plan, rank, source):
+    """A tensor whose shards no placement tells: they are said by the chunk list that libraries attach."""
+    runs = PLANS[plan][rank]
+    block = torch.cat([source[start:stop] for start, stop in runs] or [source[:0]])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensor = DTensor.from_local(block, mesh, [Shard(0)], run_check=False, shape=torch.Size(SHAPE), stride=(3, 1))
+    chunks = [types.SimpleNamespace(offsets=(start, 0), sizes=(stop - start, 3)) for start, stop in runs]
+    tensor._local_tensor.__create_chunk_list__ = lambda: chunks
+    return tensor
+
+
+def check_plans(rank, world, directory):
+    whole, zeros = known("w", SHAPE), torch.zeros(SHAPE)
+    wanted = {plan: local(sharded(plan, rank, whole)) for plan in PLANS}
+    for saving in PLANS:
+        sf.save(f"{directory}/{saving}", {"w": {"w": sharded(saving, rank, whole)}})
+    for saving, loading in itertools.product(PLANS, PLANS):
+        tensor = sharded(loading, rank, zeros)
+        sf.load(f"{directory}/{saving}", {"w": {"w": tensor}})
+        assert same_bits(local(tensor), wanted[loading]), (saving, loading)
+    # Sharded to whole and back.
+    plain = {"w": zeros.clone()}
+    sf.load(f"{directory}/several", {"w": plain})
+    assert same_bits(plain["w"], whole)
+    sf.save(f"{directory}/whole", {"w": plain})
+    tensor = sharded("several", rank, zeros)
+    sf.load(f"{directory}/whole", {"w": {"w": tensor}})
+    assert same_bits(local(tensor), wanted["several"])
+
+
+def test_every_plan_loads_under_every_other(ranks, tmp_path):
+    ranks(4)(check_plans, str(tmp_path))
+
+
+def check_bad_plans(rank, world, directory):
+    whole = known("w", SHAPE)
+    PLANS["overlapping"] = [[(0, 3)], [(2, 6)], [(6, 9)], [(9, 12)]]
+    PLANS["with a hole"] = [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 11)]]
+    for plan, message in {
+        "overlapping": r"w/w: .*\[2:6, 0:3\].*",
+        "with a hole": r"w/w: .*11.*",
+    }.items():
+        with pytest.raises(sf.Invalid, match=message):
+            sf.save(f"{directory}/{plan}", {"w": {"w": sharded(plan, rank, whole)}})
+
+
+def test_plans_that_overlap_or_leave_a_hole_are_refused(ranks, tmp_path):
+    ranks(4)(check_bad_plans, str(tmp_path))
+
+
+def check_part_of_the_ranks(rank, world, url):
+    """Tensors that live on some of the ranks only, and one whose ranks are in another order, which nothing tells."""
+    some, turned = DeviceMesh("cpu", [1, 3]), DeviceMesh("cpu", [2, 0, 3, 1])
+    wholes = {"some": known("some", (5, 2)), "all": known("all", (6, 2))}
+
+    def tensors(sources):
+        on_some = {"some": distribute_tensor(sources["some"], some, [Shard(0)], src_data_rank=None)}
+        on_all = {"all": distribute_tensor(sources["all"], turned, [Replicate()], src_data_rank=None)}
+        return {**(on_some if rank in (1, 3) else {}), **on_all}
+
+    sf.save(url, {"w": tensors(wholes)})
+    loaded = tensors({name: torch.zeros_like(whole) for name, whole in wholes.items()})
+    sf.load(url, {"w": loaded})
+    for name, tensor in loaded.items():
+        assert same_bits(local(tensor), mine(wholes[name], tensor)), name
+    for source in (0, None):
+        shards = distribute_tensor(wholes["all"], turned, [Shard(0)], src_data_rank=source)
+        with pytest.raises(sf.Invalid, match=r"w\.all: .* lists ranks \[2, 0, 3, 1\]"):
+            sf.save(f"{url}-{source}", {"w": {"all": shards}})
+    return sorted(loaded)
+
+
+def test_ranks_without_a_shard(ranks, tmp_path):
+    url = f"{tmp_path}/checkpoint"
+    names = ranks(4)(check_part_of_the_ranks, url)
+    assert names == [["all"], ["all", "some"], ["all"], ["all", "some"]]
+    plain = {"some": torch.zeros(5, 2), "all": torch.zeros(6, 2)}
+    sf.load(url, {"w": plain})
+    assert all(same_bits(tensor, known(name, tuple(tensor.shape))) for name, tensor in plain.items())
+
+
+# Ranks that do not say the same, and saves in flight
+
+
+def check_orders(rank, world, url):
+    """Nothing depends on the order of keys, which Python's sets and conditions make differ."""
+    mesh = init_device_mesh("cpu", (world,))
+    names = [f"w{number}" for number in range(12)]
+    random.Random(rank).shuffle(names)
+    wholes = {name: known(name, (5, 2)) for name in names}
+    tensors = {name: distribute_tensor(wholes[name], mesh, [Shard(0)], src_data_rank=None) for name in sorted(names)}
+    keys = ["a", "b"] if rank % 2 else ["b", "a"]
+    sf.save(url, {key: {name: tensors[name] for name in names} for key in keys}, timeout_s=20)
+    zeros = {name: distribute_tensor(torch.zeros(5, 2), mesh, [Shard(0)], src_data_rank=None) for name in sorted(names)}
+    names.reverse()
+    sf.load(url, {"a": {name: zeros[name] for name in names}}, only="a", timeout_s=20)
+    assert all(same_bits(local(zeros[name]), mine(wholes[name], zeros[name])) for name in names)
+
+
+def test_keys_in_another_order_on_every_rank(ranks, tmp_path):
+    ranks(4)(check_orders, f"{tmp_path}/checkpoint")
+
+
+def check_several_in_flight(rank, world, directory):
+    """Six saves of one shape of state, two at a time, then another shape: what is remembered is never taken for new."""
+    model, optimizer = build("fsdp")
+    train(model, optimizer, range(1))
+    pending, snapshots = [], []
+    for number in range(6):
+        train(model, optimizer, range(number, number + 1))
+        state = {"model": model, "extra": {"number": number, **({"more": torch.full((2,), 9.0)} if number > 4 else {})}}
+        snapshots.append({name: local(tensor).clone() for name, tensor in plain_names(model).items()})
+        pending.append(sf.save_async(f"{directory}/{number}", state))
+        if number % 2:
+            for one in pending[-2:]:
+                one.committed()
+    for number, snapshot in enumerate(snapshots):
+        other, _ = build("fsdp", seed=1)
+        extra = {"number": None, **({"more": None} if number > 4 else {})}
+        sf.load(f"{directory}/{number}", {"model": other, "extra": extra})
+        assert extra["number"] == number
+        assert [name for name, t in plain_names(other).items() if not same_bits(local(t), snapshot[name])] == []
+
+
+def test_several_saves_in_flight(ranks, tmp_path):
+    ranks(2)(check_several_in_flight, str(tmp_path))
+
+
+# Parts of a checkpoint
+
+
+def check_partial(rank, world, url):
+    model, optimizer = build("fsdp")
+    train(model, optimizer, range(1))
+    sf.save(url, {"model": model, "optimizer": optimizer, "extra": {"seen": 3, "other": 4}})
+    saved = {name: local(tensor).clone() for name, tensor in plain_names(model).items()}
+
+    def loaded(state, target, **options):
+        plan = sf.load(url, state, **options)
+        return plan, [name for name, t in plain_names(target).items() if same_bits(local(t), saved[name])]
+
+    everything, blocks = list(saved), [name for name in saved if name.startswith("blocks.1.")]
+    fresh, _ = build("fsdp", seed=1)
+    alike = [name for name, t in plain_names(fresh).items() if same_bits(local(t), saved[name])]  # such as the buffer
+    extra = {"seen": None}
+    # A part by keys, by leaves of a key, by one value.
+    plan, same = loaded({"model": fresh, "extra": extra}, fresh, only="model/blocks.1.*")
+    assert same == [name for name in saved if name in (*alike, *blocks)]
+    assert (sorted(plan.tensors), plan.values, extra) == ([f"model/{n}" for n in sorted(blocks)], [], {"seen": None})
+    plan, same = loaded({"model": fresh, "extra": extra}, fresh, only=["model", "extra/seen"])
+    assert (same, plan.values, extra) == (everything, ["extra/seen"], {"seen": 3})
+    # What is asked for and not there is still an error, what is not asked for is not.
+    with pytest.raises(sf.Invalid, match="missing: extra/nothing"):
+        sf.load(url, {"extra": {"nothing": None, "other": None}}, only="extra/*")
+    extra = {"nothing": None, "other": None}
+    plan, _ = loaded({"extra": extra}, fresh, strict=False)
+    assert (extra, plan.missing) == ({"nothing": None, "other": 4}, ["extra/nothing"])
+    assert "extra/seen" in plan.unexpected
+    # A submodule alone, under a name of its own.
+    block = fully_shard(Net().blocks[0], mesh=init_device_mesh("cpu", (world,)))
+    plan = sf.load(url, {"block": block}, only="block", rename=lambda name: name.replace("model/blocks.1.", "block/"))
+    for name, tensor in block.named_parameters():
+        assert same_bits(local(tensor), saved[f"blocks.1.{name}"]), name
+    assert plan.renamed["model/blocks.1.up.weight"] == "block/up.weight"
+
+
+def test_a_part_of_a_checkpoint(ranks, tmp_path):
+    ranks(2)(check_partial, f"{tmp_path}/checkpoint")

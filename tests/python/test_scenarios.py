@@ -1,19 +1,16 @@
 """Models and optimizers that PyTorch's own tests of FSDP1, FSDP2 and state dicts have: each is saved under one layout
 and loaded under others, and PyTorch gathers what it should be."""
 
-import inspect
-import itertools
-
 import pytest
 import shardfast as sf
 import torch
+import torch.distributed as dist
 from layouts import known, same_bits
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, StateDictType, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
-from units import WIDTH, Net, Unit, adamw, bare, state_of, train, unequal, whole_of, wrap, wrap_fsdp2
+from torch.distributed.fsdp import StateDictType
+from units import WIDTH, Net, Unit, adamw, bare, state_of, train, unequal, units_of, whole_of, wrap
 
 
 class Scenario:
@@ -192,13 +189,134 @@ class Buffers(Scenario):
         assert cache.tolist() in ([1, 1], [2, 2]), "what is not saved is left alone"
 
 
+class Mixed(Scenario):
+    """A unit in float16 and one in bfloat16 in a model in float32."""
+
+    class net(Net):
+        def forward(self, x, step=0):
+            x = self.second(self.first(x).half())
+            return self.head(self.third(x.bfloat16()).float())
+
+    def prepared(self, net):
+        net.second.half()
+        net.third.bfloat16()
+        return net
+
+
+class Converted(Scenario):
+    """Wrapped in float32 and then converted, before the first forward."""
+
+    def make(self, layout, seed):
+        torch.manual_seed(seed)
+        model = wrap(layout, self.net()).half()
+        return model, self.optimizer(model)
+
+
+class Regional(Scenario):
+    """Layers that are compiled one by one."""
+
+    def prepared(self, net):
+        for unit in units_of(net):
+            unit.linear = torch.compile(unit.linear, backend="eager")
+        return net
+
+
+class Recomputed(Scenario):
+    """Layers that are wrapped for activation checkpointing after the model was."""
+
+    def make(self, layout, seed):
+        model, _ = super().make(layout, seed)
+        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
+        return model, self.optimizer(model)
+
+
+class Attached(Scenario):
+    """A head that the model gets after it was wrapped, which is the same on all ranks."""
+
+    layouts = ("plain", "fsdp1 orig", "fsdp1 flat", "fsdp2")
+
+    def make(self, layout, seed):
+        torch.manual_seed(seed)
+        net = self.net()
+        head = net.head
+        del net.head
+        model = wrap(layout, net)
+        bare(model).head = head
+        return model, self.optimizer(model)
+
+
+class Turned(Scenario):
+    """Two groups, whose parameters odd ranks give in the opposite order."""
+
+    def optimizer(self, model):
+        net = bare(model)
+        first = [*net.first.parameters(), *net.second.parameters()]
+        known_ids = set(map(id, first))
+        groups = [first, [parameter for parameter in model.parameters() if id(parameter) not in known_ids]]
+        if dist.is_initialized() and dist.get_rank() % 2:
+            groups = [group[::-1] for group in groups]
+        decays = (0.25, 0.5)
+        groups = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)]
+        return torch.optim.AdamW(groups, lr=1e-2, foreach=False)
+
+    def check(self, model, optimizer):
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.5]
+
+
+class Tiny(Scenario):
+    """Parameters with one element: most ranks hold nothing of them."""
+
+    class net(Net):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(1))
+            self.head = nn.Linear(WIDTH, 1)
+
+        def forward(self, x, step=0):
+            return super().forward(x) * self.scale
+
+
 SCENARIOS = [Everything, Tied, Frozen, Sometimes, Changed, Pure, Buffers]
+SCENARIOS += [Mixed, Converted, Regional, Recomputed, Attached, Turned, Tiny]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.lower())
 def test_a_scenario_under_every_layout(ranks, tmp_path, scenario):
     wholes = ranks(2)(check_scenario, f"{tmp_path}", scenario())[0]
     check_alone(f"{tmp_path}", scenario(), wholes)
+
+
+class Degenerate(Net):
+    def __init__(self, has_scalar):
+        super().__init__()
+        self.third.none = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.randn(() if has_scalar else 1))
+
+    def forward(self, x, step=0):
+        return super().forward(x) * self.scale + self.third.none.sum()
+
+
+def check_degenerate(rank, world, url):
+    """FSDP1 and FSDP2 take no parameter without dimensions, FSDP2 none without elements either."""
+    pairs = [(layout, layout) for layout in ("ddp", "fsdp1 orig", "fsdp1 flat", "fsdp1 flat strategies")]
+    for layout, other in [*pairs, ("ddp", "plain")]:
+        has_scalar = "fsdp1" not in f"{layout} {other}"
+        model = wrap(layout, Degenerate(has_scalar))
+        optimizer = adamw(model)
+        train(model, optimizer, range(2))
+        place = f"{url}/{layout}-{other}"
+        sf.save(place, state_of(model, optimizer))
+        into = wrap(other, Degenerate(has_scalar))
+        its_optimizer = adamw(into)
+        sf.load(place, state_of(into, its_optimizer))
+        assert unequal(whole_of(into), whole_of(model)) == [], (layout, other)
+        if "ddp" in layout:  # PyTorch gathers no state of a parameter that has no elements
+            assert unequal(whole_of(into, its_optimizer), whole_of(model, optimizer)) == [], (layout, other)
+        train(into, its_optimizer, range(2, 3))
+
+
+def test_parameters_without_dimensions_and_without_elements(ranks, tmp_path):
+    ranks(2)(check_degenerate, f"{tmp_path}")
 
 
 # Counters and state that one flat parameter cannot keep apart
@@ -278,264 +396,6 @@ def check_never_stepped(rank, world, url):
 
 def test_what_was_never_stepped_does_not_fit_into_one_flat_parameter(ranks, tmp_path):
     ranks(2)(check_never_stepped, f"{tmp_path}/checkpoint")
-
-
-# A part of a model, or more than it
-
-
-def check_parts(rank, world, url):
-    for number, layout in enumerate(("fsdp1 orig", "fsdp1 flat", "fsdp2", "ddp")):
-        model = wrap(layout, Net())
-        part = torch.optim.AdamW(bare(model).first.parameters(), lr=1e-2, foreach=False)
-        train(model, part, range(2))
-        sf.save(f"{url}/{number}", state_of(model, part))
-        whole = whole_of(model, part)
-        for other in ("fsdp2", "fsdp1 flat", "fsdp1 orig"):
-            into = wrap(other, Net())
-            its = torch.optim.AdamW(bare(into).first.parameters(), lr=1e-2, foreach=False)
-            sf.load(f"{url}/{number}", state_of(into, its))
-            assert unequal(whole_of(into, its), whole) == [], (layout, other)
-            every = adamw(into)
-            with pytest.raises(sf.Invalid, match=r"no saved parameter group has"):
-                sf.load(f"{url}/{number}", state_of(into, every))
-            sf.load(f"{url}/{number}", state_of(into, every), strict=False)
-            assert unequal(whole_of(into, every), whole) == [], (layout, other)
-
-
-def test_an_optimizer_of_a_part_of_the_model(ranks, tmp_path):
-    ranks(2)(check_parts, f"{tmp_path}")
-
-
-class Longer(Net):
-    def __init__(self):
-        super().__init__()
-        self.fourth = Unit()
-        del self.head
-
-
-def check_missing(rank, world, url):
-    """Units that are only in the checkpoint or only in the model are named, and left alone where that is asked for."""
-    for number, layout in enumerate(("fsdp1 orig", "fsdp1 flat", "fsdp2")):
-        sf.save(f"{url}/{number}", {"model": wrap(layout, Net())})
-    for number, layout in itertools.product(range(3), ("fsdp1 flat", "fsdp2", "fsdp1 orig")):
-        model = wrap(layout, Longer())
-        before = whole_of(model)
-        with pytest.raises(sf.Invalid, match=r"(?s)missing: model/fourth\.gain.*unexpected: model/head\.bias"):
-            sf.load(f"{url}/{number}", {"model": model})
-        assert unequal(whole_of(model), before) == [], "nothing has changed"
-        plan = sf.load(f"{url}/{number}", {"model": model}, strict=False)
-        assert plan.unexpected == ["model/head.bias", "model/head.weight"]
-        assert sorted(plan.missing) == [f"model/fourth.{name}" for name in ("gain", "linear.bias", "linear.weight")]
-        after = whole_of(model)
-        changed = {name for name in before if not same_bits(before[name], after[name])}
-        assert {name.split(".")[0] for name in changed} == {"model/first", "model/second", "model/third"}
-
-
-def test_units_that_are_missing_or_unexpected(ranks, tmp_path):
-    ranks(2)(check_missing, f"{tmp_path}")
-
-
-def check_frozen_later(rank, world, url):
-    """State that a parameter had before it was frozen is there after a load."""
-    for number, layout in enumerate(("fsdp2", "fsdp1 orig")):
-        model = wrap(layout, Net())
-        optimizer = adamw(model)
-        train(model, optimizer, range(2))
-        for parameter in bare(model).first.parameters():
-            parameter.requires_grad_(False)
-        sf.save(f"{url}/{number}", state_of(model, optimizer))
-        whole = whole_of(model, optimizer)
-        assert "optimizer/state.first.gain.exp_avg" in whole
-        for other in ("fsdp1 flat", "fsdp2", "ddp"):
-            into = wrap(other, Net())
-            its_optimizer = adamw(into)
-            sf.load(f"{url}/{number}", state_of(into, its_optimizer))
-            assert unequal(whole_of(into, its_optimizer), whole) == [], (layout, other)
-
-
-def test_parameters_that_were_frozen_after_some_steps(ranks, tmp_path):
-    ranks(2)(check_frozen_later, f"{tmp_path}")
-
-
-def check_ignored(rank, world, url):
-    """FSDP2 does not shard the parameters in ``ignored_params``: each rank holds all of them."""
-    model = Net()
-    wrap_fsdp2("fsdp2", model, ignored_params=set(model.head.parameters()))
-    assert not isinstance(model.head.weight, DTensor)
-    optimizer = adamw(model)
-    train(model, optimizer, range(2))
-    sf.save(url, state_of(model, optimizer))
-    whole = whole_of(model, optimizer)
-    for layout in ("fsdp1 flat", "fsdp2", "plain"):
-        into = wrap(layout, Net())
-        its_optimizer = adamw(into)
-        sf.load(url, state_of(into, its_optimizer))
-        assert unequal(whole_of(into, its_optimizer), whole) == [], layout
-    again = Net()
-    wrap_fsdp2("fsdp2", again, ignored_params=set(again.head.parameters()))
-    its_optimizer = adamw(again)
-    sf.load(url, state_of(again, its_optimizer))
-    assert unequal(whole_of(again, its_optimizer), whole) == []
-
-
-@pytest.mark.skipif(
-    "ignored_params" not in inspect.signature(fully_shard).parameters,
-    reason="fully_shard of this torch has no ignored_params",
-)
-def test_parameters_that_are_ignored(ranks, tmp_path):
-    ranks(2)(check_ignored, f"{tmp_path}/checkpoint")
-
-
-# Precision
-
-
-def check_precision(rank, world, url):
-    """What is computed in bfloat16 is saved as it is stepped, in float32."""
-    model = wrap_fsdp2("fsdp2", Net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float64))
-    optimizer = adamw(model)
-    train(model, optimizer, range(2))
-    sf.save(f"{url}/2", state_of(model, optimizer))
-    whole = whole_of(model, optimizer)
-    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
-    into = wrap("fsdp1 flat", Net())
-    its_optimizer = adamw(into)
-    sf.load(f"{url}/2", state_of(into, its_optimizer))
-    assert unequal(whole_of(into, its_optimizer), whole) == []
-
-
-def test_mixed_precision_of_fsdp2(ranks, tmp_path):
-    ranks(2)(check_precision, f"{tmp_path}")
-
-
-def check_buffer_precision(rank, world, url):
-    """FSDP1 casts buffers in its first forward: they are saved as they are then, and loaded as they are here."""
-
-    def made():
-        torch.manual_seed(0)
-        precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-        options = {"use_orig_params": True, "device_id": torch.device("cpu"), "mixed_precision": precision}
-        return FSDP(Buffers.net(), auto_wrap_policy=ModuleWrapPolicy({Unit}), **options)
-
-    model = made()
-    model(known("x", (5, WIDTH)))
-    rows = next(buffer for name, buffer in model.named_buffers() if name.endswith("rows"))
-    assert rows.dtype == torch.bfloat16
-    sf.save(url, {"model": model})
-    fresh = made()
-    with pytest.raises(sf.Invalid, match=r"dtype: model/table\.rows is BF16 in the checkpoint and F32 here"):
-        sf.load(url, {"model": fresh})
-    sf.load(url, {"model": fresh}, cast=True)
-    its_rows = next(buffer for name, buffer in fresh.named_buffers() if name.endswith("rows"))
-    assert same_bits(its_rows, rows.float())
-
-
-def test_buffers_of_lower_precision_under_fsdp1(ranks, tmp_path):
-    ranks(2)(check_buffer_precision, f"{tmp_path}/checkpoint")
-
-
-# What modules add to their state
-
-
-class Counter(Unit):
-    """Has state that is no tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def get_extra_state(self):
-        return {"calls": self.calls, "name": "counter"}
-
-    def set_extra_state(self, state):
-        self.calls = state["calls"]
-
-
-class Renamed(Unit):
-    """Has another name for a parameter in its state dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_state_dict_post_hook(self.rename_saved)
-        self.register_load_state_dict_pre_hook(self.rename_loaded)
-
-    @staticmethod
-    def rename_saved(module, state, prefix, metadata):
-        state[f"{prefix}scale"] = state.pop(f"{prefix}gain")
-
-    @staticmethod
-    def rename_loaded(module, state, prefix, *rest):
-        if f"{prefix}scale" in state:
-            state[f"{prefix}gain"] = state.pop(f"{prefix}scale")
-
-
-def with_second(kind, layout, seed):
-    torch.manual_seed(seed)
-    net = Net()
-    net.second = kind()
-    return wrap(layout, net)
-
-
-def check_extra(rank, world, url):
-    layouts = ("fsdp1 orig", "fsdp1 flat", "fsdp2", "ddp", "fsdp1 flat recomputed", "fsdp2 recomputed")
-    for number, layout in enumerate(layouts):
-        model = with_second(Counter, layout, 0)
-        counter = next(module for module in model.modules() if isinstance(module, Counter))
-        counter.calls = number + 3
-        sf.save(f"{url}/{number}", {"model": model})
-        whole = whole_of(model)
-        for other in layouts[number:] + layouts[:1]:
-            into = with_second(Counter, other, 1)
-            sf.load(f"{url}/{number}", {"model": into})
-            assert unequal(whole_of(into), whole) == [], (layout, other)
-            counter = next(module for module in into.modules() if isinstance(module, Counter))
-            assert counter.calls == number + 3, (layout, other)
-
-
-def test_extra_state_of_units(ranks, tmp_path):
-    ranks(2)(check_extra, f"{tmp_path}")
-
-
-def check_hooks(rank, world, url):
-    for number, layout in enumerate(("fsdp2", "ddp", "plain")):
-        model = with_second(Renamed, layout, 0)
-        optimizer = adamw(model)
-        train(model, optimizer, range(2))
-        sf.save(f"{url}/{number}", state_of(model, optimizer))
-        for other in ("plain", "fsdp2"):
-            into = with_second(Renamed, other, 1)
-            its_optimizer = adamw(into)
-            plan = sf.load(f"{url}/{number}", state_of(into, its_optimizer))
-            assert "model/second.scale" in plan.tensors
-            assert unequal(whole_of(into, its_optimizer), whole_of(model, optimizer)) == [], (layout, other)
-    model = with_second(Renamed, "fsdp1 orig", 0)
-    with pytest.raises(sf.Invalid, match=r"'_fsdp_wrapped_module\.second\S*' has a hook on its state dict"):
-        sf.save(f"{url}/no", {"model": model})
-
-
-def test_hooks_that_rename(ranks, tmp_path):
-    ranks(2)(check_hooks, f"{tmp_path}")
-
-
-def check_buffers_alone(rank, world, url):
-    """FSDP1 and FSDP2 around modules without a parameter."""
-    for layout in ("fsdp1", "fsdp2"):
-        made = []
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            net = nn.Module()
-            net.register_buffer("mean", torch.randn(3))
-            net.inside = Unit()
-            del net.inside.linear, net.inside.gain
-            net.inside.register_buffer("count", torch.tensor(seed + 5))
-            made.append(wrap(layout, net))
-        sf.save(f"{url}/{layout}", {"model": made[0]})
-        sf.load(f"{url}/{layout}", {"model": made[1]})
-        one, other = (dict(model.named_buffers()) for model in made)
-        assert unequal(one, other) == []
-
-
-def test_modules_with_buffers_only(ranks, tmp_path):
-    ranks(2)(check_buffers_alone, f"{tmp_path}")
 
 
 # When

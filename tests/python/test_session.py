@@ -346,3 +346,23 @@ def test_survivors_of_a_killed_rank_say_the_same(job, victim, when):
     # A rank that passes words on may have told some only how an operation ended: these are in the next one.
     operations_max = 2 if when == "busy" and victim in (0, 1) else 1
     assert len({line for lines in told for line in lines}) <= operations_max, outputs
+
+
+def check_no_store(rank, world, directory):
+    """Without the one private function that says how the job's processes met, the environment does."""
+    port = [None]
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [server.port]
+    dist.broadcast_object_list(port)
+    del dist.distributed_c10d._get_default_store
+    with pytest.raises(sf.Unavailable, match="MASTER_ADDR and MASTER_PORT are not set"):
+        session.current(5.0)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))
+    sf.save(f"{directory}/one", {"extra": {"rank": rank}}, timeout_s=30)
+    dist.barrier()
+
+
+def test_a_torch_that_does_not_give_its_store(ranks, tmp_path):
+    """One private function is used, and its absence is survived."""
+    ranks(2)(check_no_store, str(tmp_path))

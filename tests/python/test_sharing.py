@@ -1,5 +1,7 @@
 """Loads in which ranks read for each other, over connections of their own."""
 
+from pathlib import Path
+
 import pytest
 import shardfast as sf
 import torch
@@ -9,7 +11,8 @@ from shardfast.errors import Corrupt, Error
 from shardfast.load_plan import Options
 from shardfast.session import current
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 ROWS, COLUMNS = 1024, 1024
 BYTES = 4 * ROWS * COLUMNS
@@ -107,3 +110,39 @@ def test_damage_is_told_to_all_by_the_one_rank_that_read_it(ranks, tmp_path):
     assert said.count("rank ") == 1
     assert "tensor model/w" in said
     assert f"file model/{file.name}" in said
+
+
+def bytes_read():
+    """Bytes that this process asked the system to read."""
+    with open("/proc/self/io") as counters:
+        return int(next(line for line in counters if line.startswith("rchar")).split()[1])
+
+
+def check_parts(rank, world, url):
+    """A rank that needs 128 pieces of a tensor, then one that needs half of it in one piece."""
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.arange(1024 * 256.0).reshape(1024, 256)
+    sf.save(url, {"w": {"w": full}})
+    seen = []
+    for placement in (_StridedShard(0, split_factor=128), Shard(0)):
+        tensor = distribute_tensor(torch.zeros_like(full), mesh, [placement], src_data_rank=None)
+        sf.load(url, {"w": {"w": tensor}})  # what is imported and opened once is behind us
+        tensor.to_local().zero_()
+        plan = sf.plan_load(url, {"w": {"w": tensor}})
+        assert f"{plan.bytes_wanted:,} bytes wanted" in str(plan)
+        assert not bool(tensor.to_local().any()), "a plan reads nothing"
+        before = bytes_read()
+        sf.load(url, {"w": {"w": tensor}})
+        seen.append((plan.bytes_wanted, plan.bytes_read, bytes_read() - before))
+        assert torch.equal(tensor.to_local(), distribute_tensor(full, mesh, [placement], src_data_rank=None).to_local())
+    return len(list(Path(url).glob("w/*.safetensors"))), seen
+
+
+def test_a_rank_alone_reads_a_byte_once_and_little_more_than_its_part(ranks, tmp_path):
+    size = 1024 * 256 * 4
+    for files, (pieces, half) in ranks(2)(check_parts, f"{tmp_path}/one"):
+        assert files == 2, "each of the two ranks wrote half of what both hold"
+        assert pieces[0] == half[0] == size // 2
+        assert pieces[1] <= size
+        assert half[1] <= size // 2 + 2 * 65536
+        assert max(pieces[2], half[2]) <= size + 100_000, "its header and the manifest aside"

@@ -2,13 +2,17 @@
 
 import os
 import random
+import threading
 
 import numpy as np
 import pytest
 import shardfast as sf
 import torch
 import torch.distributed as dist
+from layouts import build
+from layouts import train as train_on
 from older import AVERAGED
+from shardfast import session
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -184,3 +188,83 @@ def fall_behind(rank, world, url):
 
 def test_a_failed_save_does_not_end_the_run(ranks, tmp_path):
     assert ranks(2)(fall_behind, str(tmp_path)) == [("Conflict", 3)] * 2
+
+
+COLLECTIVES = [
+    name
+    for name in dir(dist)
+    if name.startswith(
+        ("all_", "broadcast", "gather", "scatter", "reduce", "barrier", "send", "recv", "isend", "irecv")
+    )
+    or name in ("new_group", "monitored_barrier", "batch_isend_irecv")
+]
+
+
+def check_silence(rank, world, run):
+    model, optimizer = build("fsdp_tp")
+    train_on(model, optimizer, range(1))
+    group = dist.group.WORLD
+    start = group._get_sequence_number_for_group()
+    kept = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a collective of the training's group was called")
+
+    for name in COLLECTIVES:
+        setattr(dist, name, refuse)
+        if hasattr(dist.distributed_c10d, name):
+            setattr(dist.distributed_c10d, name, refuse)
+    state = {"model": model, "optimizer": optimizer, "extra": {"rank": rank}}
+    with sf.Checkpointer(run, every=sf.steps(1), keep=sf.last(1)) as ckpt:
+        assert ckpt.restore(state) == 0
+        for step in range(1, 4):
+            ckpt.step(step, state)
+        ckpt.wait()
+        assert ckpt.restore(state) == 3
+    silent = group._get_sequence_number_for_group() == start
+    for name, function in kept.items():
+        setattr(dist, name, function)
+        if hasattr(dist.distributed_c10d, name):
+            setattr(dist.distributed_c10d, name, function)
+    dist.barrier()
+    counts = group._get_sequence_number_for_group() > start
+    return silent, counts
+
+
+def test_no_collective_of_the_training_is_used(ranks, tmp_path):
+    """Neither a function of torch.distributed is called, nor does the group count an operation."""
+    assert ranks(4)(check_silence, str(tmp_path)) == [(True, True)] * 4
+
+
+def check_beside(rank, world, directory):
+    """A thread saves and loads all the time while the training's collectives run as they come."""
+    model, optimizer = build("fsdp")
+    ballast = {"w": torch.full((50_000,), float(rank))}
+    session.current()
+    failures = []
+
+    def save_all_the_time():
+        try:
+            for number in range(25):
+                sf.save(f"{directory}/{number}", {f"r{rank}": ballast}, timeout_s=30)
+                sf.load(f"{directory}/{number}", {f"r{rank}": ballast}, timeout_s=30)
+        except Exception as error:
+            failures.append(error)
+
+    saving = threading.Thread(target=save_all_the_time)
+    saving.start()
+    steps, going = 0, torch.ones(())
+    while going:
+        train_on(model, optimizer, range(steps, steps + 1))
+        steps += 1
+        going.fill_(saving.is_alive() or steps < 10)
+        dist.all_reduce(going)  # ranks train the same number of steps
+    saving.join()
+    assert failures == []
+    return steps
+
+
+def test_saves_beside_the_collectives_of_the_training_do_not_hang(ranks, tmp_path):
+    """On one gloo group, from another thread, at any moment."""
+    steps = ranks(2)(check_beside, str(tmp_path))
+    assert steps[0] == steps[1]

@@ -1,10 +1,13 @@
-"""A PyTorch outside of the tested range is named in a warning, once."""
+"""A PyTorch outside of the tested range is named in a warning, once; its private names may be absent."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from shardfast import adapters, verbs
 from shardfast.adapters import torch as torch_adapter
 
 
@@ -52,3 +55,43 @@ def test_a_version_that_was_not_tested_is_told_once_and_it_goes_on(tmp_path):
     done = subprocess.run([sys.executable, "-c", NEWER, tmp_path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("this is PyTorch 2.99.0") == 1, done.stderr
+
+
+def private_names(path):
+    """Private attributes and imports of others that a file uses without a way around: outside of ``try``."""
+    tree = ast.parse(path.read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for name in node.targets
+        if isinstance(name, ast.Name)
+    }
+    guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            is_ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            found += [] if is_ours or node.attr in own else [node.attr]
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            found += [
+                name
+                for name in [*node.module.split("."), *(alias.name for alias in node.names)]
+                if name.startswith("_") and name != "__future__"
+            ]
+    return found
+
+
+def test_no_private_name_of_torch_is_relied_on(tmp_path):
+    """A name that may drift is asked for with a default, or within ``try`` with another way behind it."""
+    sample = tmp_path / "sample.py"
+    sample.write_text(
+        "import torch\nfrom torch._x import y\ntorch._z()\ntry:\n    torch._a\nexcept Exception:\n    pass\n"
+    )
+    assert private_names(sample) == ["_x", "_z"]
+    package = Path(verbs.__file__).parent
+    for path in (package / "session.py", *Path(adapters.__file__).parent.glob("*.py")):
+        assert private_names(path) == [], path.name

@@ -1,4 +1,4 @@
-"""What the machine itself can do: the disk's best durable write and cold read, the memory's copy.
+"""Rates of the machine itself: the disk's best durable write and cold read, the memory's copy.
 
 fio sweeps over engines, block sizes, depths and numbers of jobs. Beside it stands a writer of our own, because fio's
 buffers lie on 4 KiB pages unless huge pages were reserved at boot, and on some machines direct writes from 2 MiB pages
@@ -23,9 +23,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from figures import median
-from ranks import Cost, Costs, Settings, drop_page_cache, of_all, on_rank_0, settle, timed
+from ranks import MIB, Cost, Costs, Settings, drop_page_cache, of_all, on_rank_0, settle, timed
 
-MIB = 1 << 20
 SWEEP_BYTES = 512 * MIB
 ALIGNMENT = 8 * MIB  # the largest block
 FINALISTS = 3

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use shardfast_store::Mapping;
 use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Room, Stat, Sys};
-use shardfast_store::simdisk::{SimDisk, SimFile};
+use shardfast_store::testing::simdisk::{SimDisk, SimFile};
 
-use crate::dice::Dice;
 use crate::process::{Process, Word};
 use crate::storage::Storage;
 use crate::trap::{Failure, Fate, is_data};
+use shardfast_store::testing::dice::Dice;
 
 /// The error of a dead process's system calls, which is never retried.
 const DEAD: Errno = Errno::ROFS;

@@ -26,7 +26,6 @@
 //! The same seed gives the same [`Run::digest`] of all that happened. At a service a rank has several requests in
 //! flight: `objects.rs` says what of them is a function of the seed.
 
-mod dice;
 mod disk;
 mod journal;
 #[macro_use]
@@ -53,11 +52,11 @@ use std::thread;
 use shardfast_coord::Error as Coord;
 use shardfast_engine::Kind;
 
-use dice::Dice;
 use journal::Journal;
 use meeting::{Meeting, Past};
 pub use scenario::Weather;
 use scenario::{Save, Scenario};
+use shardfast_store::testing::dice::Dice;
 pub use storage::Medium;
 use storage::Storage;
 
@@ -129,7 +128,7 @@ fn live(
     journal.headline(format!("published: {published:?}"));
     let mut dice = Dice(seed.rotate_left(32));
     if !published.is_empty() {
-        let Save { place, truth, .. } = &scenario.saves[dice.pick(&published)];
+        let Save { place, truth, .. } = &scenario.saves[*dice.pick(&published)];
         let ending = loading::judge(&mut dice, &storage, place, truth, journal)?;
         *endings.entry(ending).or_default() += 1;
     }
@@ -137,7 +136,7 @@ fn live(
     // The power may have failed since, or only the job have ended.
     let mut dice = Dice(!seed);
     let storage = storage.left(dice.below(2));
-    let world = 1 + dice.rank(4);
+    let world = 1 + dice.below_u32(4);
     let mut later = Scenario::calm(&mut dice, world, "/runs/gpt", 1);
     let taken: BTreeSet<&str> = published.iter().map(|&save| scenario.saves[save].place.as_str()).collect();
     let free = scenario.saves.iter().map(|save| save.place.as_str()).find(|place| !taken.contains(place));

@@ -13,15 +13,15 @@ use shardfast_engine::carrier::{Carrier, Message};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::{Checkpoint, Engine, Error, Kind, Loaded, PeerReads, Result, ValueRef, checkpoint};
 use shardfast_store::Store;
-use shardfast_store::sims3::{Ask, Fault};
+use shardfast_store::testing::sims3::{Ask, Fault};
 
-use crate::dice::Dice;
 use crate::journal::Journal;
 use crate::objects::DEAD;
 use crate::service::{Service, path};
 use crate::storage::Storage;
 use crate::trap::is_data;
 use crate::truth::{Truth, Wanted};
+use shardfast_store::testing::dice::Dice;
 
 /// Of exchanges between ranks, in real time: all of them end sooner for another reason.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -97,12 +97,13 @@ const FAULTS: [Fault; 9] = [
 impl Trouble {
     fn draw(dice: &mut Dice, world: u32, storage: &Storage) -> Trouble {
         if matches!(storage, Storage::Objects(_)) && dice.once_in(3) {
-            let failed = Trouble::Failed { rank: dice.rank(world), left: dice.below(6), fault: dice.pick(&FAULTS) };
+            let failed =
+                Trouble::Failed { rank: dice.below_u32(world), left: dice.below(6), fault: *dice.pick(&FAULTS) };
             return if dice.once_in(3) { Trouble::Replaced { left: dice.below(3) } } else { failed };
         }
-        let (rank, round) = (dice.rank(world), dice.below(ROUNDS));
-        let (from, to) = (rank, (rank + 1 + dice.rank(world - 1)) % world);
-        dice.pick(&[
+        let (rank, round) = (dice.below_u32(world), dice.below(ROUNDS));
+        let (from, to) = (rank, (rank + 1 + dice.below_u32(world - 1)) % world);
+        *dice.pick(&[
             Trouble::Nothing,
             Trouble::Nothing,
             Trouble::Damage,
@@ -237,7 +238,7 @@ pub(crate) fn judge(
     truth: &Truth,
     journal: &mut Journal,
 ) -> std::result::Result<String, String> {
-    let world = 2 + dice.rank(3);
+    let world = 2 + dice.below_u32(3);
     let trouble = Trouble::draw(dice, world, storage);
     let storage = storage.left(1);
     let alone = Engine::new(shardfast_coord::solo(), STAGING_BYTES_MIN).map_err(|error| error.to_string())?;

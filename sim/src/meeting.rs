@@ -15,7 +15,6 @@ use shardfast_coord::{Error as Coord, Meeting as Name};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::{Destination, Engine, Error, Kind, Pending, Result, save_to};
 
-use crate::dice::Dice;
 use crate::journal::{Journal, of_downward, of_upward};
 use crate::process::{Call, Process, ProcessCoord, Word};
 use crate::scenario::{Scenario, Weather, What};
@@ -23,6 +22,7 @@ use crate::storage::Storage;
 use crate::truth::{Mischief, TOUCHED};
 use crate::view::RankStorage;
 use crate::window;
+use shardfast_store::testing::dice::Dice;
 
 /// The longest that a message is on its way, unless its link is cut.
 pub(crate) const DELAY_MAX: Duration = Duration::from_millis(300);

@@ -17,7 +17,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use shardfast_store::sims3::{Ask, Fault};
+use shardfast_store::testing::sims3::{Ask, Fault};
 
 use crate::process::{Process, Word};
 use crate::service::{Service, name, path};

@@ -6,12 +6,12 @@ use std::time::Duration;
 use shardfast_coord::Topology;
 use shardfast_engine::Prove;
 use shardfast_store::disk::Errno;
-use shardfast_store::sims3::Fault as Request;
+use shardfast_store::testing::sims3::Fault as Request;
 
-use crate::dice::Dice;
 use crate::storage::Medium;
 use crate::trap::{Failure, Fate, Site, Trap};
 use crate::truth::{KEYS, Mischief, Truth};
+use shardfast_store::testing::dice::Dice;
 
 /// Events of a save for each rank, about: where faults are put.
 const EVENTS_OF_A_RANK: u64 = 22;
@@ -25,7 +25,7 @@ const LONG_PART_BYTES: u64 = 8 << 20;
 /// The length of the parts that the service of that seed takes, in bytes. It is drawn apart, so that a job on the disk
 /// does not depend on it.
 pub(crate) fn part_bytes(seed: u64) -> u64 {
-    Dice(seed.rotate_left(16)).pick(&[SHORT_PART_BYTES, SHORT_PART_BYTES, LONG_PART_BYTES])
+    *Dice(seed.rotate_left(16)).pick(&[SHORT_PART_BYTES, SHORT_PART_BYTES, LONG_PART_BYTES])
 }
 
 /// What goes wrong.
@@ -114,7 +114,7 @@ impl Scenario {
     pub(crate) fn draw(seed: u64, medium: Medium) -> Scenario {
         let mut dice = Dice(seed);
         let operations = Operations::of(medium, part_bytes(seed));
-        let weather = dice.pick(&[
+        let weather = *dice.pick(&[
             Weather::Calm,
             Weather::Mischief,
             Weather::Crash,
@@ -127,8 +127,8 @@ impl Scenario {
             Weather::Absent,
             Weather::Storm,
         ]);
-        let saves = dice.pick(&[2, 2, 3]);
-        let world = dice.pick(&[1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9]);
+        let saves = *dice.pick(&[2, 2, 3]);
+        let world = *dice.pick(&[1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9]);
         let mut scenario = Scenario::calm(&mut dice, world, "/runs/gpt", saves);
         scenario.weather = weather;
         // Drawn apart: what is captured ahead changes nothing else of a job.
@@ -150,7 +150,7 @@ impl Scenario {
         for _ in 0..some {
             let event = dice.below(events);
             let mut fault = |what| scenario.faults.push(Fault { event, what });
-            let rank = dice.rank(world);
+            let rank = dice.below_u32(world);
             if (weather == Weather::Crash || is_storm) && dice.once_in(2) {
                 fault(What::Crash { rank });
             } else if weather == Weather::Crash {
@@ -158,18 +158,18 @@ impl Scenario {
                 scenario.traps.push(operations.trap(&mut dice, world, saves, fate));
             }
             if (weather == Weather::Links || is_storm) && world > 1 {
-                let child = 1 + dice.rank(world - 1);
+                let child = 1 + dice.below_u32(world - 1);
                 match dice.below(3) {
                     0 => fault(What::Break { child }),
                     _ => {
-                        let time = dice.pick(&[1, 10, 40]);
+                        let time = *dice.pick(&[1, 10, 40]);
                         fault(What::Partition { child, time: dice.time(Duration::from_secs(time)) });
                     }
                 }
             }
             if weather == Weather::Still || is_storm {
                 // Not so long that pings would find it out.
-                let time = dice.pick(&[1, 10, 25]);
+                let time = *dice.pick(&[1, 10, 25]);
                 fault(What::Stop { rank, time: dice.time(Duration::from_secs(time)) });
             }
             if weather == Weather::Disk || is_storm {
@@ -177,9 +177,9 @@ impl Scenario {
                 scenario.traps.push(operations.trap(&mut dice, world, saves, fate));
             }
             if weather == Weather::Sweep {
-                let name = dice.pick(operations.swept);
-                let data = Site::Data { name, key: dice.pick(&KEYS), left: dice.below(saves + 1) as u32 };
-                let at = 1 + dice.rank(operations.commit);
+                let name = *dice.pick(operations.swept);
+                let data = Site::Data { name, key: dice.pick::<&str>(&KEYS), left: dice.below(saves + 1) as u32 };
+                let at = 1 + dice.below_u32(operations.commit);
                 let commit = Site::Deciding { stage: "commit", at, left: dice.below(saves) as u32 };
                 let site = if dice.once_in(2) { data } else { commit };
                 let rank = if matches!(site, Site::Data { .. }) { rank } else { 0 };
@@ -219,13 +219,14 @@ impl Scenario {
         self.saves[1].place = self.saves[0].place.clone();
         let fate = Fate::Slow(Duration::from_secs(5) + dice.time(Duration::from_secs(30)));
         // Behind the look for a `COMMIT`, and about as far as the request that publishes.
-        self.traps.push((0, Trap { site: Site::Deciding { stage: "commit", at: 3 + dice.rank(7), left: 0 }, fate }));
+        self.traps
+            .push((0, Trap { site: Site::Deciding { stage: "commit", at: 3 + dice.below_u32(7), left: 0 }, fate }));
     }
 
     /// Lets the answer to a request of a decision be lost, and the next requests be refused, with which a publisher
     /// would find out.
     fn lose_sight(&mut self, dice: &mut Dice) {
-        let (lost, left) = (5 + dice.rank(5), dice.below(self.saves.len() as u64) as u32);
+        let (lost, left) = (5 + dice.below_u32(5), dice.below(self.saves.len() as u64) as u32);
         let refused = (lost + 1..lost + 5).map(|at| (at, Request::Answered(403)));
         for (at, fault) in [(lost, Request::Lost)].into_iter().chain(refused) {
             let fate = Fate::Fails(Failure::Request(fault));
@@ -240,9 +241,11 @@ impl Scenario {
             let fate = Fate::Fails(failure(dice, Medium::Objects));
             let mut trap = operations.trap(dice, world, saves, fate);
             if dice.once_in(4) {
-                let name = dice.pick(&["list", "create", "create", "delete many"]);
-                trap =
-                    (dice.rank(world), Trap { site: Site::Place { name, left: dice.below(saves + 1) as u32 }, fate });
+                let name = *dice.pick(&["list", "create", "create", "delete many"]);
+                trap = (
+                    dice.below_u32(world),
+                    Trap { site: Site::Place { name, left: dice.below(saves + 1) as u32 }, fate },
+                );
             }
             self.traps.push(trap);
         }
@@ -276,12 +279,12 @@ impl Scenario {
         // Long enough that the others have given it up, and not so long that they give the next one up as well.
         let given_up = self.saves[0].deadline + Duration::from_secs(5);
         let elsewhere = if dice.once_in(2) { given_up } else { Duration::ZERO };
-        self.saves[0].left_out = Some((dice.rank(self.topology.world()), elsewhere));
+        self.saves[0].left_out = Some((dice.below_u32(self.topology.world()), elsewhere));
     }
 
     /// A job of so many ranks that saves below `run` so many times, with nothing in its way.
     pub(crate) fn calm(dice: &mut Dice, world: u32, run: &str, saves: u64) -> Scenario {
-        let topology = Topology::new(world, 1 + dice.rank(4), 2 + dice.rank(3)).expect("a world of ranks");
+        let topology = Topology::new(world, 1 + dice.below_u32(4), 2 + dice.below_u32(3)).expect("a world of ranks");
         let mut meeting = [0; 16];
         meeting.copy_from_slice(&dice.bytes(16));
         let mut scenario = Scenario {
@@ -321,7 +324,7 @@ impl Scenario {
 impl Save {
     fn do_wrong(&mut self, dice: &mut Dice) {
         let allowed = Mischief::ALL.into_iter().filter(|mischief| self.truth.allows(*mischief));
-        let mischief = dice.pick(&allowed.collect::<Vec<_>>());
+        let mischief = *dice.pick(&allowed.collect::<Vec<_>>());
         self.mischief = self.truth.culprit(mischief, dice).map(|rank| (rank, mischief));
         // A rank that does not write its replica reads it only to compare it.
         if matches!(mischief, Mischief::OtherBytes | Mischief::Unreadable) {
@@ -362,25 +365,25 @@ impl Operations {
         if dice.once_in(2) {
             return (0, Trap { site: self.deciding(dice, saves), fate });
         }
-        let name = dice.pick(self.data);
-        let site = Site::Data { name, key: dice.pick(&KEYS), left: dice.below(saves + 1) as u32 };
-        (dice.rank(world), Trap { site, fate })
+        let name = *dice.pick(self.data);
+        let site = Site::Data { name, key: dice.pick::<&str>(&KEYS), left: dice.below(saves + 1) as u32 };
+        (dice.below_u32(world), Trap { site, fate })
     }
 
     fn deciding(&self, dice: &mut Dice, saves: u64) -> Site {
         let Operations { commit, open, .. } = *self;
-        let (stage, most) = dice.pick(&[("commit", commit), ("commit", commit), ("commit", commit), ("open", open)]);
-        Site::Deciding { stage, at: 1 + dice.rank(most), left: dice.below(saves) as u32 }
+        let (stage, most) = *dice.pick(&[("commit", commit), ("commit", commit), ("commit", commit), ("open", open)]);
+        Site::Deciding { stage, at: 1 + dice.below_u32(most), left: dice.below(saves) as u32 }
     }
 }
 
 fn failure(dice: &mut Dice, medium: Medium) -> Failure {
     if medium == Medium::Disk {
-        let errno = dice.pick(&[Errno::NOSPC, Errno::IO, Errno::TIMEDOUT, Errno::ACCESS]);
-        return Failure::Call { errno, has_effect: dice.pick(&[false, false, true]) };
+        let errno = *dice.pick(&[Errno::NOSPC, Errno::IO, Errno::TIMEDOUT, Errno::ACCESS]);
+        return Failure::Call { errno, has_effect: *dice.pick(&[false, false, true]) };
     }
     // Most pass. The others are final, since pauses are real time.
-    Failure::Request(dice.pick(&[
+    Failure::Request(*dice.pick(&[
         Request::Answered(403),
         Request::Answered(403),
         Request::Answered(507),

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use shardfast_engine::Result;
-use shardfast_store::sims3::{Ask, Fault, SimS3};
+use shardfast_store::testing::sims3::{Ask, Fault, SimS3};
 use shardfast_store::{Parts, Shared, Store, open_on};
 
 /// The bucket.

@@ -8,7 +8,7 @@ use shardfast_engine::Result;
 use shardfast_store::Store;
 use shardfast_store::disk::Disk;
 use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::SimDisk;
+use shardfast_store::testing::simdisk::SimDisk;
 
 use crate::service::Service;
 

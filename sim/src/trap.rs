@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use shardfast_store::disk::Errno;
-use shardfast_store::sims3::Fault;
+use shardfast_store::testing::sims3::Fault;
 
 /// What happens at an operation.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -11,7 +11,7 @@ use shardfast_format::object::encode;
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafKind, LeafName, Manifest, Owner, Region, Value};
 use shardfast_plan::{RankSet, Replicas};
 
-use crate::dice::Dice;
+use shardfast_store::testing::dice::Dice;
 
 /// The keys of the state.
 pub(crate) const KEYS: [&str; 2] = ["model", "extra"];
@@ -140,12 +140,12 @@ impl Truth {
     pub(crate) fn random(dice: &mut Dice, world: u32) -> Truth {
         let tensors = (0..1 + dice.below(4)).map(|index| Tensor::random(dice, index, world)).collect();
         let values = (0..dice.below(4)).map(|index| {
-            let name = LeafName::new(dice.pick(&KEYS), format!("value.{index}"));
+            let name = LeafName::new(*dice.pick(&KEYS), format!("value.{index}"));
             OneValue { name, per_rank: dice.once_in(3), contents: vec![Vec::new(); world as usize] }
         });
         let values = values.collect();
         let alias = dice.once_in(3).then(|| LeafName::new("model", "tied"));
-        let everyone = dice.pick(&[Some(true), Some(false), None]);
+        let everyone = *dice.pick(&[Some(true), Some(false), None]);
         let knowing = (0..world).map(|_| everyone.unwrap_or_else(|| dice.once_in(2))).collect();
         let mut truth = Truth { world, tensors, values, alias, knowing };
         truth.change(dice);
@@ -169,7 +169,7 @@ impl Truth {
         }
         for OneValue { per_rank, contents, .. } in &mut self.values {
             // Python changes most values together, and some on one rank only.
-            let variants = dice.pick(&[1, 1, 1, 2, 3]);
+            let variants = *dice.pick(&[1, 1, 1, 2, 3]);
             let alike: Vec<Vec<u8>> = (0..variants).map(|_| value(dice)).collect();
             for content in contents {
                 *content = if *per_rank { value(dice) } else { alike[dice.below(variants) as usize].clone() };
@@ -202,7 +202,7 @@ impl Truth {
     /// A rank whose mischief shows: one that holds something of the first tensor, and where all is held by others
     /// already, not all of it.
     pub(crate) fn culprit(&self, mischief: Mischief, dice: &mut Dice) -> Option<u32> {
-        let start = dice.rank(self.world);
+        let start = dice.below_u32(self.world);
         let ranks = (0..self.world).map(|offset| (start + offset) % self.world);
         let first = &self.tensors[0];
         ranks.into_iter().find(|&rank| {
@@ -407,14 +407,14 @@ impl Truth {
 
 impl Tensor {
     fn random(dice: &mut Dice, index: u64, world: u32) -> Tensor {
-        let dtype = dice.pick(&[DType::U8, DType::F32, DType::I64]);
+        let dtype = *dice.pick(&[DType::U8, DType::F32, DType::I64]);
         // Now and then more than the largest block that is never cut.
         let is_large = dice.once_in(24);
         let (rows, columns) = if is_large { (400, 50) } else { (1 + dice.below(9), 1 + dice.below(5)) };
         let shape = vec![rows, columns];
         let is_flat = dice.once_in(3);
         let divisors: Vec<u32> = (1..=world).filter(|shards| world.is_multiple_of(*shards)).collect();
-        let shards = u64::from(dice.pick(&divisors));
+        let shards = u64::from(*dice.pick(&divisors));
         let most = if is_flat { rows * columns } else { rows };
         let mut borders: Vec<u64> = (0..=shards).map(|shard| shard * most / shards).collect();
         if dice.once_in(3) {
@@ -422,7 +422,7 @@ impl Tensor {
             borders.sort_unstable();
         }
         let bytes = vec![0; (rows * columns * dtype.size_bytes()) as usize];
-        let name = LeafName::new(dice.pick(&KEYS), format!("layers.{index}"));
+        let name = LeafName::new(*dice.pick(&KEYS), format!("layers.{index}"));
         Tensor { name, dtype, shape, bytes, is_flat, borders }
     }
 

@@ -9,7 +9,7 @@ use shardfast_multistep::{
     Applied, Array, Captured, Class, Device, Dtype, Dtypes, OptimizerKind, Scalars, SgdScalars, Unit, Variant, Window,
 };
 
-use crate::dice::Dice;
+use shardfast_store::testing::dice::Dice;
 
 /// Staging memory of a rank whose saves are captured ahead: a window takes none that a save may need.
 pub(crate) const STAGING_BYTES: u64 = 160 << 20;

@@ -235,7 +235,7 @@ mod tests {
     use std::time::Duration;
 
     use shardfast_format::{DType, Dims, Leaf, LeafName, Region};
-    use shardfast_store::appended::AppendStore;
+    use shardfast_store::testing::appended::AppendStore;
     use shardfast_store::{Parts, open};
     use shardfast_transfer::provider::{Fences, Provider};
 

@@ -93,7 +93,8 @@ fn begin(
         let save =
             Save { operation: &operation, store: open(progress), destination: &destination, state: state(), progress };
         let outcome = save.run();
-        progress.asked(save.store().map(|store| store.requests()).unwrap_or_default());
+        let service = save.store().ok().and_then(|store| store.service());
+        progress.asked(service.map(|service| service.requests()).unwrap_or_default());
         outcome
     })
 }

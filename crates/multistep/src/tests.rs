@@ -9,6 +9,7 @@ use shardfast_engine::stream::FlatRun;
 use shardfast_engine::{Destination, Pending, Prove};
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 use shardfast_optim::{Block, Gradient, Instructions, LionScalars, Step, replay};
+use shardfast_store::testing::dice::Dice;
 use shardfast_transfer::capture::Capture;
 use shardfast_transfer::provider::Fences;
 
@@ -48,30 +49,9 @@ impl Provider for Live {
     }
 }
 
-struct Dice(u64);
-
-impl Dice {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut state = self.0;
-        for shift in [30, 27, 31] {
-            state = (state ^ state >> shift).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        }
-        state
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-
-    fn once_in(&mut self, times: u64) -> bool {
-        self.below(times) == 0
-    }
-
-    fn floats(&mut self, numel: u64) -> Vec<u8> {
-        let mut float = || (self.below(2001) as f32 / 1000.0 - 1.0).to_le_bytes();
-        (0..numel).flat_map(|_| float()).collect()
-    }
+fn floats(dice: &mut Dice, numel: u64) -> Vec<u8> {
+    let mut float = || (dice.below(2001) as f32 / 1000.0 - 1.0).to_le_bytes();
+    (0..numel).flat_map(|_| float()).collect()
 }
 
 /// Parameters with two moments each.
@@ -87,8 +67,8 @@ impl Training {
         let mut of = |&numel: &u64| {
             // A mean of squares is not negative: NaN would hide what steps do.
             let squares =
-                dice.floats(numel).chunks(4).flat_map(|four| [four[0], four[1], four[2], four[3] & 0x7f]).collect();
-            [live(dice.floats(numel)), live(dice.floats(numel)), live(squares)]
+                floats(dice, numel).chunks(4).flat_map(|four| [four[0], four[1], four[2], four[3] & 0x7f]).collect();
+            [live(floats(dice, numel)), live(floats(dice, numel)), live(squares)]
         };
         let tensors: Vec<[Arc<Live>; 3]> = numels.iter().map(&mut of).collect();
         let leaf = |number: usize, array: usize, numel: u64| {
@@ -343,7 +323,7 @@ fn run(seed: u64, endings: &mut Endings) {
         let mut gradients: BTreeMap<usize, Vec<u8>> = BTreeMap::new();
         for (number, &numel) in numels.iter().enumerate() {
             if !dice.once_in(6) {
-                gradients.insert(number, dice.floats(numel));
+                gradients.insert(number, floats(&mut dice, numel));
             }
         }
         let scalars = training.step(&gradients);
@@ -504,7 +484,7 @@ fn gradients_without_memory_let_the_newest_blocks_go() {
     assert_eq!((window.figures().held_bytes, engine.staging().kept()), (12 * MIB, 12));
     let held: Vec<_> = std::iter::from_fn(|| engine.staging().try_keep(1, 0)).flatten().collect();
     window.stepping(None).unwrap();
-    let gradients = BTreeMap::from([(0, dice.floats(4 * 262_144))]);
+    let gradients = BTreeMap::from([(0, floats(&mut dice, 4 * 262_144))]);
     let scalars = training.step(&gradients);
     let gradient: Arc<dyn Provider> = Arc::new(gradients[&0].clone());
     window
@@ -537,7 +517,7 @@ fn a_step_that_does_not_fit_lets_go_before_the_save() {
     window.go_on(None).unwrap();
     expect_soon(|| window.figures().held_bytes > 0);
     window.stepping(None).unwrap();
-    let gradients = BTreeMap::from([(0, dice.floats(1000)), (1, dice.floats(2000))]);
+    let gradients = BTreeMap::from([(0, floats(&mut dice, 1000)), (1, floats(&mut dice, 2000))]);
     let scalars = training.step(&gradients);
     let other = Scalars::Lion(LionScalars { lr: 0.1, beta1: 0.9, beta2: 0.99, weight_decay: 0.0 });
     let applied = gradients.into_iter().zip([scalars, other]).map(|((unit, gradient), scalars)| {

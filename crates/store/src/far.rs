@@ -49,7 +49,7 @@ use crate::place::join;
 use crate::write::Writes;
 use crate::{
     Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result,
-    Shared, Store, Upload, name,
+    Service, Shared, Store, Upload, name,
 };
 
 pub(crate) use endpoint::is_http;
@@ -457,10 +457,6 @@ impl Store for FarStore {
         }
     }
 
-    fn requests(&self) -> Requests {
-        *self.place.requests.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn can_publish(&self) -> Result<()> {
         let Some(name) = &self.place.bucket.untrusted else { return Ok(()) };
         let trusted = || self.shared.far.trusted.lock().unwrap_or_else(PoisonError::into_inner);
@@ -513,15 +509,6 @@ impl Store for FarStore {
         Ok(self.place.head("open", name)?.meta.size)
     }
 
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
-        let (place, op) = (&self.place, "checksum");
-        let path = place.path(op, name)?;
-        match &place.bucket.beyond {
-            Some(beyond) => place.call_twice(op, name, || beyond.kept_crc64(&path)),
-            None => Err(place.fail(Kind::Unsupported, op, name, crate::NO_KEPT_CRC)),
-        }
-    }
-
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.place.put_whole("put", name, Bytes::copy_from_slice(bytes).into())
     }
@@ -570,37 +557,6 @@ impl Store for FarStore {
         }
     }
 
-    fn location(&self) -> Option<Location> {
-        let (service, bucket) = self.place.bucket.beyond.as_ref()?.place();
-        Some(Location { service, bucket, prefix: self.place.prefix.clone() })
-    }
-
-    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
-        let (place, op) = (&self.place, "copy");
-        let path = place.path(op, name)?;
-        let is_near = self.location().is_some_and(|here| here.service == from.service);
-        let Some(beyond) = place.bucket.beyond.as_ref().filter(|_| is_near) else {
-            return Err(place.fail(Kind::Unsupported, op, name, crate::NO_COPY));
-        };
-        let source = format!("{}/{}{source}", from.bucket, from.prefix);
-        let attributes = place.bucket.attributes.clone();
-        if bytes <= COPIED_BYTES {
-            return place.call(op, name, beyond.copy(&source, &path, &attributes));
-        }
-        let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
-        let upload = place.call(op, name, place.client().create_multipart_opts(&path, options))?;
-        let parts = (0..bytes).step_by(COPIED_BYTES as usize).map(|start| start..bytes.min(start + COPIED_BYTES));
-        let copies = (0..).zip(parts).map(|(number, range)| beyond.copy_part(&source, &path, &upload, number, range));
-        let copies = stream::iter(copies).buffered(COPIES_AT_A_TIME).try_collect::<Vec<PartId>>();
-        let complete = |parts| place.call(op, name, place.client().complete_multipart(&path, &upload, parts));
-        let done = place.call(op, name, copies).and_then(complete);
-        if done.is_err() {
-            // What stays of it goes with the next sweep.
-            let _ = place.call("abort", name, place.client().abort_multipart(&path, &upload));
-        }
-        done.map(|_| ())
-    }
-
     fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
         match self.location() {
             Some(here) => self.copy_within(&here, from, name, bytes),
@@ -638,6 +594,56 @@ impl Store for FarStore {
 
     fn delete_tree(&self, dir: &str) -> Result<()> {
         self.place.delete_tree(dir)
+    }
+
+    fn service(&self) -> Option<&dyn Service> {
+        Some(self)
+    }
+}
+
+impl Service for FarStore {
+    fn requests(&self) -> Requests {
+        *self.place.requests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
+        let (place, op) = (&self.place, "checksum");
+        let path = place.path(op, name)?;
+        match &place.bucket.beyond {
+            Some(beyond) => place.call_twice(op, name, || beyond.kept_crc64(&path)),
+            None => Err(place.fail(Kind::Unsupported, op, name, crate::NO_KEPT_CRC)),
+        }
+    }
+
+    fn location(&self) -> Option<Location> {
+        let (service, bucket) = self.place.bucket.beyond.as_ref()?.place();
+        Some(Location { service, bucket, prefix: self.place.prefix.clone() })
+    }
+
+    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
+        let (place, op) = (&self.place, "copy");
+        let path = place.path(op, name)?;
+        let is_near = self.location().is_some_and(|here| here.service == from.service);
+        let Some(beyond) = place.bucket.beyond.as_ref().filter(|_| is_near) else {
+            return Err(place.fail(Kind::Unsupported, op, name, crate::NO_COPY));
+        };
+        let source = format!("{}/{}{source}", from.bucket, from.prefix);
+        let attributes = place.bucket.attributes.clone();
+        if bytes <= COPIED_BYTES {
+            return place.call(op, name, beyond.copy(&source, &path, &attributes));
+        }
+        let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
+        let upload = place.call(op, name, place.client().create_multipart_opts(&path, options))?;
+        let parts = (0..bytes).step_by(COPIED_BYTES as usize).map(|start| start..bytes.min(start + COPIED_BYTES));
+        let copies = (0..).zip(parts).map(|(number, range)| beyond.copy_part(&source, &path, &upload, number, range));
+        let copies = stream::iter(copies).buffered(COPIES_AT_A_TIME).try_collect::<Vec<PartId>>();
+        let complete = |parts| place.call(op, name, place.client().complete_multipart(&path, &upload, parts));
+        let done = place.call(op, name, copies).and_then(complete);
+        if done.is_err() {
+            // What stays of it goes with the next sweep.
+            let _ = place.call("abort", name, place.client().abort_multipart(&path, &upload));
+        }
+        done.map(|_| ())
     }
 
     fn uploads(&self) -> Result<Vec<Upload>> {

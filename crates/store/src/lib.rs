@@ -23,13 +23,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-#[cfg(feature = "testing")]
-pub mod appended;
 #[cfg(feature = "azure")]
 mod azure;
 mod cachestat;
-#[cfg(feature = "testing")]
-pub mod conformance;
 pub mod disk;
 mod error;
 #[cfg(feature = "far")]
@@ -41,30 +37,25 @@ mod map;
 pub mod memory;
 mod name;
 mod needs;
+mod open;
 mod place;
 mod ring;
 #[cfg(feature = "s3")]
 mod s3;
-#[cfg(feature = "testing")]
-pub mod servers;
-#[cfg(feature = "testing")]
-pub mod simdisk;
-#[cfg(all(feature = "testing", feature = "s3"))]
-pub mod sims3;
 mod sys;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod uring;
 mod write;
 
 pub use error::{Error, Kind, Result};
-use local::Claims;
 pub use local::probe;
 pub use map::{Lent, Mapping};
 pub use name::{is_temporary, temporary};
 pub use needs::{Needs, Parts, Pieces, ReadNeeds, Requests};
+pub use open::{absolute, open, open_on};
 pub use place::{join, split};
 pub use write::{Buffer, Next, Write, Writes, by_threads};
-
-use place::Url;
 
 /// Named bytes below one URL.
 ///
@@ -110,9 +101,6 @@ pub trait Store: Send + Sync {
     /// Returns how objects are best written and read here; the same at every call.
     fn needs(&self) -> Needs;
 
-    /// Returns the numbers of requests that the store has made to a service so far.
-    fn requests(&self) -> Requests;
-
     /// Checks whether [`publish`](Store::publish) can keep its contract here, as far as that can be known before.
     ///
     /// # Errors
@@ -142,13 +130,6 @@ pub trait Store: Send + Sync {
     /// As [`open_head`](Store::open_head).
     fn size(&self, name: &str) -> Result<u64>;
 
-    /// Returns the CRC-64/NVME of the whole object `name` that the service computed when it received the object, and
-    /// keeps; `None` if it keeps none. Reads no byte of the object.
-    ///
-    /// # Errors
-    /// As [`open_head`](Store::open_head); [`Kind::Unsupported`] for storage that keeps none of any object.
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>>;
-
     /// Stores the small object `name`, and replaces an existing one: readers see the old or the new one, whole.
     /// Durable, name and contents, when it returns.
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
@@ -159,17 +140,6 @@ pub trait Store: Send + Sync {
     /// [`Kind::Conflict`] if the name is taken; [`Kind::Unsupported`] if the storage cannot create-if-absent
     /// atomically; [`Kind::Unavailable`] with the words "may have been published" if that is unknown.
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()>;
-
-    /// Returns the place of the store's objects at a service that copies objects by itself; `None` without such a
-    /// service.
-    fn location(&self) -> Option<Location>;
-
-    /// Copies the object `source` of `bytes` bytes from a place of the same service to `name` here, without moving its
-    /// bytes through this process. The name must be free.
-    ///
-    /// # Errors
-    /// [`Kind::Unsupported`] where there is no such service; [`Kind::NotFound`] if there is no such object.
-    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()>;
 
     /// Gives the object `from` of `bytes` bytes the second name `name`, without moving its bytes through this process:
     /// durable, name and contents, also those of an object that was never finished. An object that had the name is
@@ -210,6 +180,33 @@ pub trait Store: Send + Sync {
     /// leave any part of it. A missing directory is no error.
     fn delete_tree(&self, dir: &str) -> Result<()>;
 
+    /// Returns what only a service offers; `None` if this machine reaches the storage without requests.
+    fn service(&self) -> Option<&dyn Service>;
+}
+
+/// Operations of a storage that a service runs. [`Store::service`] returns it.
+pub trait Service: Send + Sync {
+    /// Returns the numbers of requests that the store has made to a service so far.
+    fn requests(&self) -> Requests;
+
+    /// Returns the CRC-64/NVME of the whole object `name` that the service computed when it received the object, and
+    /// keeps; `None` if it keeps none. Reads no byte of the object.
+    ///
+    /// # Errors
+    /// As [`Store::open_head`]; [`Kind::Unsupported`] for storage that keeps none of any object.
+    fn kept_crc64(&self, name: &str) -> Result<Option<u64>>;
+
+    /// Returns the place of its objects at a service that copies objects by itself; `None` without such a
+    /// service.
+    fn location(&self) -> Option<Location>;
+
+    /// Copies the object `source` of `bytes` bytes from a place of the same service to `name` here, without moving its
+    /// bytes through this process. The name must be free.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] where there is no such service; [`Kind::NotFound`] if there is no such object.
+    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()>;
+
     /// Lists uploads into this store that are begun and not completed, by any process. Empty if writers leave only
     /// objects, or if the service drops uploads by itself.
     fn uploads(&self) -> Result<Vec<Upload>>;
@@ -240,6 +237,15 @@ impl dyn Store + '_ {
     /// As [`open_head`](Store::open_head).
     pub fn open(&self, name: &str) -> Result<Box<dyn ObjectReader>> {
         Ok(self.open_head(name, 0)?.0)
+    }
+
+    /// Returns the checksum of an object as [`Service::kept_crc64`] does.
+    ///
+    /// # Errors
+    /// As there; [`Kind::Unsupported`] if no service has the object.
+    pub fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
+        let none = || Error::new(Kind::Unsupported, "checksum", join(self.url(), name), NO_KEPT_CRC);
+        self.service().ok_or_else(none)?.kept_crc64(name)
     }
 
     /// Reads the whole small object `name`.
@@ -423,7 +429,7 @@ pub struct Location {
 /// which the first store that needs it makes.
 #[derive(Default)]
 pub struct Shared {
-    claims: Arc<Claims>,
+    claims: Arc<local::Claims>,
     #[cfg(feature = "far")]
     far: far::Pool,
 }
@@ -438,75 +444,24 @@ impl Shared {
 
     /// Makes the shared state of a test whose requests all go to a simulated service.
     #[cfg(feature = "s3")]
-    pub fn simulated(service: sims3::SimS3) -> Shared {
+    pub fn simulated(service: testing::sims3::SimS3) -> Shared {
         Shared { far: far::Pool::simulated(Arc::new(service)), ..Shared::default() }
     }
 
     /// Makes the shared state of [`simulated`](Shared::simulated) with these parts of objects, and these maximum
     /// numbers of reads and small requests (with one, they have an order) and of parts sent at a time.
     #[cfg(feature = "s3")]
-    pub fn simulated_in_parts(service: sims3::SimS3, parts: Parts, reads_max: usize, sends_max: usize) -> Shared {
+    pub fn simulated_in_parts(
+        service: testing::sims3::SimS3,
+        parts: Parts,
+        reads_max: usize,
+        sends_max: usize,
+    ) -> Shared {
         Shared { far: far::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max), ..Shared::default() }
     }
 
     /// Returns how many stores of this machine's storage use it.
     pub fn users(&self) -> usize {
         Arc::strong_count(&self.claims) - 1
-    }
-}
-
-type OpenUrl = fn(Url<'_>, &Arc<Shared>) -> Result<Arc<dyn Store>>;
-
-/// Scheme of URLs, with its backend.
-pub(crate) struct Scheme {
-    name: &'static str,
-    options: &'static [&'static str],
-    open: OpenUrl,
-}
-
-/// Backends by scheme. A new one is one file and one line here.
-const SCHEMES: &[Scheme] = &[
-    Scheme { name: "file", options: &[], open: local::open_url },
-    Scheme { name: "memory", options: &[], open: memory::open_url },
-    #[cfg(feature = "azure")]
-    Scheme { name: "az", options: azure::OPTIONS, open: azure::open_url },
-    #[cfg(feature = "gcs")]
-    Scheme { name: "gs", options: gcs::OPTIONS, open: gcs::open_url },
-    #[cfg(feature = "s3")]
-    Scheme { name: "s3", options: s3::OPTIONS, open: s3::open_url },
-];
-
-/// Opens the store at `url`: `file:///path`, a plain path, `memory://bucket/path`, or `az://container/prefix`,
-/// `gs://bucket/prefix`, `s3://bucket/prefix`, which are reached over the network.
-///
-/// Creates nothing: a path that does not exist yet is created with the first object.
-///
-/// # Errors
-/// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, an unknown option, a secret in
-/// the URL, or a path through something that is no directory.
-pub fn open(url: &str) -> Result<Arc<dyn Store>> {
-    open_on(url, &Arc::default())
-}
-
-/// Opens a store like [`open`], with the state that stores share.
-///
-/// # Errors
-/// As [`open`].
-pub fn open_on(url: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
-    match (place::scheme_of(url)?, Url::of(url)) {
-        (Some(scheme), Some(parts)) => (scheme.open)(parts, shared),
-        _ => local::open_path(url, shared),
-    }
-}
-
-/// Returns the URL or path in a form that does not depend on the current directory, without a slash at the end: a path
-/// is made absolute, a URL with a scheme stays. Reads no storage.
-///
-/// # Errors
-/// As [`open`] for an invalid URL; [`Kind::Invalid`] if there is no current directory.
-pub fn absolute(url: &str) -> Result<String> {
-    match place::absolute(url)? {
-        Some(url) => Ok(url),
-        None => local::absolute(url),
     }
 }

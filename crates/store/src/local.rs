@@ -48,8 +48,7 @@ use crate::map::Lending;
 use crate::place::{self, Url};
 use crate::write::{Writes, by_threads};
 use crate::{
-    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Requests, Result, Shared, Store, Upload,
-    WRITE_THREADS, name,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Result, Service, Shared, Store, WRITE_THREADS, name,
 };
 
 /// Number of times that a directory is made again after other processes removed it as empty.
@@ -361,10 +360,6 @@ impl<D: Disk> Store for LocalStore<D> {
         Needs::LOCAL
     }
 
-    fn requests(&self) -> Requests {
-        Requests::default()
-    }
-
     fn can_publish(&self) -> Result<()> {
         let stat =
             || self.make_dirs(&self.root).and_then(|()| self.call("publish", &self.root, |d| d.stat(&self.root)));
@@ -422,10 +417,6 @@ impl<D: Disk> Store for LocalStore<D> {
         Ok(self.open_file(&self.path("open", name)?)?.1.bytes)
     }
 
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
-        Err(failed(Kind::Unsupported, "checksum", &self.path("checksum", name)?, crate::NO_KEPT_CRC))
-    }
-
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let target = self.path("put", name)?;
         let mut file = self.prepare(name, &target, bytes)?;
@@ -445,14 +436,6 @@ impl<D: Disk> Store for LocalStore<D> {
         self.claim(&file, &target)?;
         let dir = target.parent().unwrap_or(&self.root);
         uninterrupted(|| self.disk.fsync_dir(dir)).map_err(|errno| ambiguous(&target, errno))
-    }
-
-    fn location(&self) -> Option<Location> {
-        None
-    }
-
-    fn copy_within(&self, _: &Location, _: &str, name: &str, _: u64) -> Result<()> {
-        Err(failed(Kind::Unsupported, "copy", &self.path("copy", name)?, crate::NO_COPY))
     }
 
     fn also_named(&self, from: &str, name: &str, _: u64) -> Result<()> {
@@ -558,12 +541,8 @@ impl<D: Disk> Store for LocalStore<D> {
         self.sync_removal(dir)
     }
 
-    fn uploads(&self) -> Result<Vec<Upload>> {
-        Ok(Vec::new())
-    }
-
-    fn abort_upload(&self, _: &Upload) -> Result<()> {
-        Ok(())
+    fn service(&self) -> Option<&dyn Service> {
+        None
     }
 }
 

@@ -13,8 +13,8 @@ use std::time::SystemTime;
 use crate::place::{self, Url, join};
 use crate::write::{Writes, by_threads};
 use crate::{
-    Entry, Error, Fetch, Kind, Lent, Location, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result,
-    Shared, Store, Upcoming, Upload, WRITE_THREADS, name, one_by_one,
+    Entry, Error, Fetch, Kind, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Result, Service, Shared,
+    Store, Upcoming, WRITE_THREADS, name, one_by_one,
 };
 
 /// Buckets of this process. A URL is valid in the whole process, so its bucket must be found from anywhere in it: this
@@ -82,10 +82,6 @@ impl Store for MemoryStore {
         Needs::LOCAL
     }
 
-    fn requests(&self) -> Requests {
-        Requests::default()
-    }
-
     fn can_publish(&self) -> Result<()> {
         Ok(())
     }
@@ -123,10 +119,6 @@ impl Store for MemoryStore {
         Ok(self.open_head(name, 0)?.0.bytes())
     }
 
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
-        self.fail(Kind::Unsupported, "checksum", name, crate::NO_KEPT_CRC)
-    }
-
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let key = self.key("put", name)?;
         self.bucket.lock().insert(key, Slot::of(bytes.to_vec()));
@@ -141,14 +133,6 @@ impl Store for MemoryStore {
         }
         slots.insert(key, Slot::of(bytes.to_vec()));
         Ok(())
-    }
-
-    fn location(&self) -> Option<Location> {
-        None
-    }
-
-    fn copy_within(&self, _: &Location, _: &str, name: &str, _: u64) -> Result<()> {
-        self.fail(Kind::Unsupported, "copy", name, crate::NO_COPY)
     }
 
     fn also_named(&self, from: &str, name: &str, _: u64) -> Result<()> {
@@ -213,12 +197,8 @@ impl Store for MemoryStore {
         Ok(())
     }
 
-    fn uploads(&self) -> Result<Vec<Upload>> {
-        Ok(Vec::new())
-    }
-
-    fn abort_upload(&self, _: &Upload) -> Result<()> {
-        Ok(())
+    fn service(&self) -> Option<&dyn Service> {
+        None
     }
 }
 

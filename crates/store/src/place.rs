@@ -5,10 +5,7 @@
 
 use std::borrow::Cow;
 
-use crate::{Error, Kind, Result, SCHEMES, Scheme};
-
-/// Words in the names of options that carry secrets.
-const SECRETS: [&str; 7] = ["key", "secret", "token", "password", "credential", "signature", "sas"];
+use crate::{Error, Kind, Result};
 
 /// Parts of a URL.
 #[derive(Clone, Copy)]
@@ -16,7 +13,7 @@ pub(crate) struct Url<'a> {
     pub(crate) scheme: &'a str,
     /// Location of the store, percent-encoded.
     pub(crate) location: &'a str,
-    query: Option<&'a str>,
+    pub(crate) query: Option<&'a str>,
 }
 
 impl<'a> Url<'a> {
@@ -49,50 +46,6 @@ impl<'a> Url<'a> {
         let (authority, path) = self.location.split_at(self.location.find('/').unwrap_or(self.location.len()));
         let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
         format!("{}://{host}{path}", self.scheme)
-    }
-
-    /// Returns the scheme's backend, if the whole URL is valid.
-    pub(crate) fn understood(self) -> Result<&'static Scheme> {
-        let fail = |kind, message| Err(Error::new(kind, "open", self.shown(), message));
-        let Some(scheme) = known(self.scheme) else {
-            let offered: Vec<_> = SCHEMES.iter().map(|scheme| format!("{}://", scheme.name)).collect();
-            let (offered, found) = (offered.join(", "), self.scheme);
-            let message = format!("expected a path or one of {offered}; found scheme {found:?}");
-            return fail(Kind::Unsupported, message);
-        };
-        if self.location.split('/').next().is_some_and(|authority| authority.contains('@')) {
-            let what = "found a user or a password in the URL: URLs stand in logs and error messages, so take it out";
-            return fail(Kind::Invalid, what.to_owned());
-        }
-        let options = || self.query.into_iter().flat_map(|query| query.split('&')).filter(|option| !option.is_empty());
-        let names = || options().map(|option| option.split('=').next().unwrap_or(option));
-        let is_secret = |name: &&str| SECRETS.iter().any(|word| name.to_ascii_lowercase().contains(word));
-        if let Some(name) = names().find(is_secret) {
-            let why = "URLs stand in logs and error messages, so no secret may";
-            return fail(Kind::Invalid, format!("found the option {name:?}: {why}"));
-        }
-        if let Some(name) = names().find(|name| !scheme.options.contains(name)) {
-            let (scheme, remedy) = (scheme.name, "(a \"?\" in a name is written %3F)");
-            let offered = match known(scheme).map(|known| known.options.join(", ")) {
-                Some(offered) if !offered.is_empty() => format!("{scheme}:// has the options {offered}"),
-                _ => format!("{scheme}:// has no options"),
-            };
-            return fail(Kind::Invalid, format!("{offered}; found {name:?} {remedy}"));
-        }
-        if let Some(name) = names().enumerate().find_map(|(i, name)| names().skip(i + 1).find(|&next| next == name)) {
-            return fail(Kind::Invalid, format!("expected each option once, found {name:?} twice"));
-        }
-        // Text that is not percent-encoded is reported by `options`.
-        let values =
-            || options().filter_map(|option| Some((option.split_once('=')?.0, decoded(option.split_once('=')?.1)?)));
-        if let Some((name, _)) = values().find(|(_, value)| value.contains(char::is_control)) {
-            return fail(Kind::Invalid, format!("expected printable characters in {name}=, found a control character"));
-        }
-        if let Some((name, _)) = values().find(|(_, value)| has_user(value)) {
-            let why = "URLs stand in logs and error messages, so take it out";
-            return fail(Kind::Invalid, format!("found a user or a password in {name}=: {why}"));
-        }
-        Ok(scheme)
     }
 
     /// Returns the options by name, percent-decoded.
@@ -129,45 +82,9 @@ impl<'a> Url<'a> {
     }
 }
 
-/// Returns whether a value is a URL with a user or a password before its host.
-fn has_user(value: &str) -> bool {
-    let authority = value.split_once("//").and_then(|(_, rest)| rest.split(['/', '?', '#']).next());
-    authority.is_some_and(|authority| authority.contains('@'))
-}
-
 fn is_scheme(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphabetic())
         && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))
-}
-
-fn known(scheme: &str) -> Option<&'static Scheme> {
-    SCHEMES.iter().find(|known| known.name.eq_ignore_ascii_case(scheme))
-}
-
-/// Returns the scheme of a valid URL; `None` for a path.
-///
-/// # Errors
-/// [`Kind::Unsupported`] for an unknown scheme; [`Kind::Invalid`] for a malformed URL, an option that the scheme does
-/// not have, and a secret.
-pub(crate) fn scheme_of(url: &str) -> Result<Option<&'static Scheme>> {
-    match Url::of(url) {
-        Some(parts) => parts.understood().map(Some),
-        None => match url.split_once(':') {
-            Some((scheme, _)) if known(scheme).is_some() => {
-                Err(Error::new(Kind::Invalid, "open", url, format!("expected \"//\" after \"{scheme}:\"")))
-            }
-            _ => Ok(None),
-        },
-    }
-}
-
-/// Returns the URL in its usual form, which does not depend on the current directory; `None` for a path.
-///
-/// # Errors
-/// As [`scheme_of`].
-pub(crate) fn absolute(url: &str) -> Result<Option<String>> {
-    scheme_of(url)?;
-    Ok(Url::of(url).map(Url::usual))
 }
 
 /// Appends `name`, a name below it, to the URL or path `url`; `""` is the place itself.
@@ -250,49 +167,5 @@ mod tests {
             assert_eq!(split(root), None, "{root}");
         }
         assert_eq!(split("step"), Some((".".into(), "step".into())));
-    }
-
-    #[test]
-    fn what_is_a_secret_or_unknown_is_refused_and_secrets_are_not_shown() {
-        let refused = |url: &str| scheme_of(url).err().unwrap_or_else(|| panic!("{url} was taken")).to_string();
-        for url in [
-            "file://joe:hunter2@host/x",
-            "memory://b/x?secret_access_key=hunter2",
-            "memory://b/x?a=1&X-Amz-Signature=hunter2",
-            "memory://b/x?Session_Token=hunter2",
-            "nfs://joe:hunter2@host/x?password=hunter2",
-        ] {
-            let text = refused(url);
-            assert!(!text.contains("hunter2") && !text.contains("joe"), "{text}");
-        }
-        assert!(refused("memory://b/x?secret_access_key=1").contains("found the option \"secret_access_key\""));
-        assert!(refused("file://joe@host/x").starts_with("open file://host/x: found a user or a password"));
-        let text = refused("memory://b/x?region=eu");
-        assert_eq!(
-            text,
-            "open memory://b/x: memory:// has no options; found \"region\" (a \"?\" in a name is written %3F)"
-        );
-        assert!(scheme_of("memory://b/x?").is_ok());
-    }
-
-    #[cfg(feature = "s3")]
-    #[test]
-    fn an_option_stands_once_in_print_and_without_a_password() {
-        for (url, said) in [
-            ("s3://b/x?region=a&region=b", "expected each option once, found \"region\" twice"),
-            ("s3://b/x?storage_class=A%0AB", "printable characters in storage_class=, found a control character"),
-            ("s3://b/x?region=a%7F", "printable characters in region="),
-            ("s3://b/x?endpoint=http://joe:hunter2@h:1", "found a user or a password in endpoint="),
-            ("s3://b/x?endpoint=http%3A%2F%2Fjoe%3Ahunter2%40h:1/y", "found a user or a password in endpoint="),
-        ] {
-            let text = scheme_of(url).err().unwrap_or_else(|| panic!("{url} was taken")).to_string();
-            assert!(text.contains(said) && !text.contains("hunter2") && !text.contains("joe"), "{text}");
-        }
-        assert!(scheme_of("s3://b/x?endpoint=http://h:1/@y&region=a").is_ok());
-    }
-
-    #[test]
-    fn a_url_has_no_slash_behind_it() {
-        assert_eq!(absolute("memory://b/x//?").unwrap().as_deref(), Some("memory://b/x?"));
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 use shardfast_store::{Error, Kind, Result, Shared, Store, open_on};
 
 /// Time without progress after which a request is aborted.

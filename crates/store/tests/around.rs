@@ -8,13 +8,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::SimDisk;
-use shardfast_store::{
-    Entry, Location, Needs, ObjectReader, ObjectWriter, PageCache, Requests, Result, Store, Upload, Writes,
-    conformance, open,
-};
+use shardfast_store::testing::around::Around;
+use shardfast_store::testing::conformance;
+use shardfast_store::testing::simdisk::SimDisk;
+use shardfast_store::{ObjectReader, ObjectWriter, PageCache, Result, Store, open};
 
-struct Around {
+struct Counting {
     store: Arc<dyn Store>,
     /// Number of writes that bypassed the storage's own `write_all`.
     written: Arc<AtomicUsize>,
@@ -47,43 +46,24 @@ impl ObjectReader for Reader {
     fn read_again(&self, at: u64, buf: &mut [u8]) -> Result<()> { self.0.read_again(at, buf) }
 }
 
-#[rustfmt::skip]
-impl Store for Around {
-    fn url(&self) -> &str { self.store.url() }
+impl Around for Counting {
+    fn inner(&self) -> &dyn Store {
+        &*self.store
+    }
+
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
         Ok(Box::new(Writer { object: self.store.create(name, bytes)?, written: Arc::clone(&self.written) }))
     }
-    fn needs(&self) -> Needs { self.store.needs() }
-    fn requests(&self) -> Requests { self.store.requests() }
-    fn can_publish(&self) -> Result<()> { self.store.can_publish() }
+
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         let (object, head) = self.store.open_head(name, head_bytes)?;
         Ok((Box::new(Reader(object)), head))
     }
-    fn size(&self, name: &str) -> Result<u64> { self.store.size(name) }
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.put(name, bytes) }
-    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.publish(name, bytes) }
-    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> { self.store.write_all(writes) }
-    fn sync(&self, names: &[&str]) -> Result<()> { self.store.sync(names) }
-    fn list(&self, dir: &str) -> Result<Vec<Entry>> { self.store.list(dir) }
-    fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
-    fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
-    fn location(&self) -> Option<Location> { self.store.location() }
-    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
-        self.store.copy_within(from, source, name, bytes)
-    }
-    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
-        self.store.also_named(from, name, bytes)
-    }
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
-    fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
-    fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
 }
 
 fn around(store: Arc<dyn Store>) -> (Arc<dyn Store>, Arc<AtomicUsize>) {
     let written = Arc::new(AtomicUsize::new(0));
-    (Arc::new(Around { store, written: Arc::clone(&written) }), written)
+    (Arc::new(Counting { store, written: Arc::clone(&written) }), written)
 }
 
 #[test]

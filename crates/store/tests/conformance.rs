@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use shardfast_store::appended::AppendStore;
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::SimDisk;
-use shardfast_store::{Parts, Store, conformance, open};
+use shardfast_store::testing::appended::AppendStore;
+use shardfast_store::testing::conformance;
+use shardfast_store::testing::simdisk::SimDisk;
+use shardfast_store::{Parts, Store, open};
 
 #[test]
 fn local_by_path() {

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use save::{committed, mount, save};
-use shardfast_store::conformance::{pattern, write_object};
-use shardfast_store::simdisk::{Call, Fault, SimDisk};
+use shardfast_store::testing::conformance::{pattern, write_object};
+use shardfast_store::testing::simdisk::{Call, Fault, SimDisk};
 use shardfast_store::{Kind, Store};
 
 const SEEDS: std::ops::Range<u64> = 0..12;

@@ -6,7 +6,7 @@ mod http;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 use shardfast_store::{Error, Location, Result, Store, open};
 
 use crate::http::{Message, answer, serve};
@@ -46,7 +46,7 @@ const ECHOES: [&str; 7] = [
 /// Returns the errors of calls that fail with such an answer.
 fn errors(store: &dyn Store) -> Vec<Error> {
     let none = Location { service: String::new(), bucket: "b".to_owned(), prefix: String::new() };
-    let from = store.location().unwrap_or(none);
+    let from = store.service().unwrap().location().unwrap_or(none);
     let done: [Result<()>; 10] = [
         store.list("run").map(drop),
         store.open_head("run/x", 100).map(drop),
@@ -54,10 +54,10 @@ fn errors(store: &dyn Store) -> Vec<Error> {
         store.put("run/x", b"bytes"),
         store.publish("run/x", b"bytes"),
         store.create("run/x", 100 << 20).map(drop),
-        store.uploads().map(drop),
+        store.service().unwrap().uploads().map(drop),
         store.delete_all(&["run/x"], &[]),
         store.kept_crc64("run/x").map(drop),
-        store.copy_within(&from, "run/y", "run/x", 10),
+        store.service().unwrap().copy_within(&from, "run/y", "run/x", 10),
     ];
     done.into_iter().filter_map(Result::err).collect()
 }

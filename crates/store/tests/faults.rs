@@ -5,10 +5,10 @@ mod save;
 use std::path::Path;
 
 use save::{committed, mount, save};
-use shardfast_store::conformance::{pattern, write_object};
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::{Call, Fault, SimDisk};
+use shardfast_store::testing::conformance::{pattern, write_object};
+use shardfast_store::testing::simdisk::{Call, Fault, SimDisk};
 use shardfast_store::{Error, Kind, Result, Store};
 
 /// Saves with `fault` at each call in turn; `judge` gets the call, the outcome and the disk.

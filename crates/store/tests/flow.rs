@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use shardfast_store::conformance::buffer;
-use shardfast_store::servers::Server;
+use shardfast_store::testing::conformance::buffer;
+use shardfast_store::testing::servers::Server;
 use shardfast_store::{Error, Next, ObjectWriter, Result, Write, Writes, open};
 
 /// A service that records how many requests it has at a time.

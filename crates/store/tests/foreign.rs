@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use object_store::aws::{AwsAuthorizer, AwsCredential};
 use object_store::azure::{AzureAccessKey, AzureAuthorizer, AzureCredential};
 use object_store::client::{HttpRequest, HttpRequestBody};
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 use shardfast_store::{Kind, Store, open};
 
 use crate::http::{Message, answer, pass_on, serve};
@@ -86,7 +86,8 @@ fn objects_of_others_stay_on_moto() {
         let begun = ask(server, "POST", &format!("{}/foreign/run//theirs?uploads=", server.bucket()), "");
         assert!(begun.contains(" 200 "), "{begun}");
         std::mem::forget(store.create("run/ours", 100 << 20).unwrap());
-        let uploads: Vec<_> = store.uploads().unwrap().into_iter().map(|upload| upload.name).collect();
+        let uploads: Vec<_> =
+            store.service().unwrap().uploads().unwrap().into_iter().map(|upload| upload.name).collect();
         assert_eq!(uploads, ["run/ours"]);
     });
 }
@@ -160,7 +161,7 @@ fn pages_of_objects_of_others_are_passed_over() {
             let store = open(&format!("{scheme}://b?endpoint={endpoint}")).unwrap();
             let expected = [("ours".to_owned(), false), ("step".to_owned(), true)];
             assert_eq!(names(&*store, "run"), expected, "{scheme}");
-            assert_eq!(store.requests().lists, 2, "{scheme}");
+            assert_eq!(store.service().unwrap().requests().lists, 2, "{scheme}");
             if scheme != "az" {
                 store.delete_tree("run").unwrap();
                 assert_eq!(*deleted.lock().unwrap(), BTreeSet::from(["run/ours".to_owned()]), "{scheme}");

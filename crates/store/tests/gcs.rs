@@ -11,8 +11,9 @@ use std::sync::{Arc, Mutex};
 
 use object_store::aws::{AwsAuthorizer, AwsCredential};
 use object_store::client::{HttpRequest, HttpRequestBody};
-use shardfast_store::servers::Server;
-use shardfast_store::{Kind, conformance, open};
+use shardfast_store::testing::conformance;
+use shardfast_store::testing::servers::Server;
+use shardfast_store::{Kind, open};
 
 use crate::http::{Message, answer, pass_on, serve};
 
@@ -135,8 +136,12 @@ fn uploads_that_were_not_completed_on_moto_behind_a_translator() {
         let at = |prefix: &str| open(&format!("gs://{}/{prefix}?endpoint={endpoint}", server.bucket())).unwrap();
         uploads::are_listed_and_aborted(at);
         let store = at("counted");
-        store.uploads().unwrap();
-        assert_eq!((store.requests().lists, store.requests().gets), (1, 1), "of the bucket, and of the token");
+        store.service().unwrap().uploads().unwrap();
+        assert_eq!(
+            (store.service().unwrap().requests().lists, store.service().unwrap().requests().gets),
+            (1, 1),
+            "of the bucket, and of the token"
+        );
     });
 }
 
@@ -152,7 +157,7 @@ fn lists_of_uploads_that_are_refused_say_why() {
         ] {
             let endpoint = serve(move |_| Some(answer(status, body)));
             let store = open(&format!("gs://{}/run?endpoint={endpoint}", server.bucket())).unwrap();
-            let error = store.uploads().unwrap_err();
+            let error = store.service().unwrap().uploads().unwrap_err();
             assert_eq!(error.kind, kind, "{error}");
             assert!(error.message.contains(message), "{message} in {error}");
         }

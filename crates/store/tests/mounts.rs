@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use rustix::process::geteuid;
-use shardfast_store::conformance::{pattern, write_object};
+use shardfast_store::testing::conformance::{pattern, write_object};
 use shardfast_store::{Kind, Result, Store, open};
 
 /// A file system of its own, unmounted when dropped.

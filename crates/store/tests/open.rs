@@ -4,7 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 
 use proptest::prelude::*;
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 use shardfast_store::{Entry, Kind, absolute, is_temporary, open};
 
 fn refusal(url: &str) -> (Kind, String) {

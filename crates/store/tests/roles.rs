@@ -8,8 +8,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-use shardfast_store::servers::Server;
-use shardfast_store::{Error, Kind, Store, conformance, open};
+use shardfast_store::testing::conformance;
+use shardfast_store::testing::servers::Server;
+use shardfast_store::{Error, Kind, Store, open};
 
 use crate::http::{Message, answer, pass_on, serve};
 
@@ -154,7 +155,7 @@ fn keys_of_a_role(server: &Server) {
     let bytes = conformance::pattern(1, 20 << 20);
     conformance::write_object(&*place, "large", &bytes).unwrap();
     assert!(place.read("large", bytes.len() as u64).unwrap() == bytes);
-    assert!(place.uploads().is_ok());
+    assert!(place.service().unwrap().uploads().is_ok());
     let (asked, objects) = watch.take();
     let form = asked[0].form.clone().unwrap();
     assert_eq!((asked.len(), &*asked[0].key, &asked[0].token), (1, key, &None), "{form}");
@@ -182,11 +183,11 @@ fn keys_of_a_role(server: &Server) {
     place.put("again", b"bytes").unwrap();
     assert_eq!(watch.take().0.len(), 0);
     std::thread::sleep(Duration::from_millis(2500));
-    let before = place.requests().puts;
+    let before = place.service().unwrap().requests().puts;
     place.put("again", b"bytes").unwrap();
     let (asked, objects) = watch.take();
     // Requests to STS are not counted as such to the store.
-    assert_eq!((asked.len(), objects.len(), place.requests().puts - before), (1, 1, 1));
+    assert_eq!((asked.len(), objects.len(), place.service().unwrap().requests().puts - before), (1, 1, 1));
     assert_ne!(objects[0].key, second);
 
     // Those that last are used on while STS refuses others.

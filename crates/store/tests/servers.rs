@@ -8,9 +8,10 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use shardfast_store::servers::Server;
-use shardfast_store::sims3::SimS3;
-use shardfast_store::{Kind, Shared, conformance, open, open_on};
+use shardfast_store::testing::conformance;
+use shardfast_store::testing::servers::Server;
+use shardfast_store::testing::sims3::SimS3;
+use shardfast_store::{Kind, Shared, open, open_on};
 
 #[test]
 #[ignore = "MinIO is built by the campaigns: make campaigns"]
@@ -151,12 +152,12 @@ fn long_objects_are_copied_inside_the_service_in_parts() {
         let [from, to] = ["within/from", "within/to"].map(|place| open(&server.s3(place)).unwrap());
         let bytes = conformance::pattern(1, (256 << 20) + 5000);
         conformance::write_object(&*from, "a b", &bytes).unwrap();
-        let there = from.location().unwrap();
-        to.copy_within(&there, "a b", "c", bytes.len() as u64).unwrap();
+        let there = from.service().unwrap().location().unwrap();
+        to.service().unwrap().copy_within(&there, "a b", "c", bytes.len() as u64).unwrap();
         assert!(to.read("c", bytes.len() as u64).unwrap() == bytes);
-        assert_eq!(to.requests().puts, 4);
-        assert_eq!(to.copy_within(&there, "none", "none", 5).unwrap_err().kind, Kind::NotFound);
+        assert_eq!(to.service().unwrap().requests().puts, 4);
+        assert_eq!(to.service().unwrap().copy_within(&there, "none", "none", 5).unwrap_err().kind, Kind::NotFound);
         let elsewhere = shardfast_store::Location { service: "amazon".to_owned(), ..there };
-        assert_eq!(to.copy_within(&elsewhere, "a b", "c", 5).unwrap_err().kind, Kind::Unsupported);
+        assert_eq!(to.service().unwrap().copy_within(&elsewhere, "a b", "c", 5).unwrap_err().kind, Kind::Unsupported);
     });
 }

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use shardfast_store::conformance::buffer;
-use shardfast_store::sims3::SimS3;
+use shardfast_store::testing::conformance::buffer;
+use shardfast_store::testing::sims3::SimS3;
 use shardfast_store::{Error, Kind, Next, Parts, Result, Shared, Write, Writes, open_on};
 
 const PART: &[u8] = b"123456789";

@@ -137,7 +137,8 @@ pub fn copy_between(
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Copied> {
     let bytes = checkpoint::read(&*source, from, engine.timeout())?;
-    let (there, here) = (source.location(), target.location());
+    let location = |store: &dyn Store| store.service().and_then(|service| service.location());
+    let (there, here) = (location(&*source), location(&*target));
     let there = there.filter(|there| here.is_some_and(|here| here.service == there.service));
     let source = Checkpoint::new(engine, from, source, &bytes)?;
     let attempt =
@@ -306,7 +307,8 @@ impl<'a> Copy<'a> {
     /// Has the storage copy a file by itself. Returns whether the copy is there and proven.
     fn copied_within(&self, number: u32, there: &Location, file: &FileEntry) -> Result<bool> {
         let source = &self.source.files.entry(number).path;
-        match retry(self.timeout(), || Ok(self.target.copy_within(there, source, &file.path, file.bytes)?)) {
+        let Some(service) = self.target.service() else { return Ok(false) };
+        match retry(self.timeout(), || Ok(service.copy_within(there, source, &file.path, file.bytes)?)) {
             Ok(()) => self.is_kept(number, &file.path),
             // The service may be away for the other way as well.
             Err(error) if error.kind == Kind::Unavailable => Err(error),

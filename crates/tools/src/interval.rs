@@ -275,6 +275,8 @@ fn minus_y_minus_ln_of_rest(y: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use shardfast_store::testing::dice::Dice;
+
     use super::*;
 
     const HOUR: f64 = 3600.0;
@@ -414,21 +416,9 @@ mod tests {
         assert!((job.cost_s() - 0.978).abs() < 0.001);
     }
 
-    /// Random numbers by SplitMix64.
-    struct Dice(u64);
-
-    impl Dice {
-        fn next(&mut self) -> u64 {
-            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            mixed ^ (mixed >> 31)
-        }
-
-        /// Draws an exponentially distributed time.
-        fn until_failure(&mut self, mtbf_s: f64) -> f64 {
-            -(-((self.next() >> 11) as f64 / (1_u64 << 53) as f64)).ln_1p() * mtbf_s
-        }
+    /// Draws an exponentially distributed time.
+    fn until_failure(dice: &mut Dice, mtbf_s: f64) -> f64 {
+        -(-((dice.next() >> 11) as f64 / (1_u64 << 53) as f64)).ln_1p() * mtbf_s
     }
 
     /// Trains step by step, with a save after every `steps`, until `failures` failures; returns the time wasted for
@@ -437,7 +427,7 @@ mod tests {
     fn simulated(costs: Costs, steps: u64, failures: u32, dice: &mut Dice) -> f64 {
         let (mut wall, mut committed) = (0.0, 0_u64);
         for _ in 0..failures {
-            let lifetime = dice.until_failure(costs.mtbf_s);
+            let lifetime = until_failure(dice, costs.mtbf_s);
             wall += lifetime + costs.restart_s;
             let (mut now, mut done, mut durable) = (0.0, 0_u64, 0_u64);
             let mut in_flight = std::collections::VecDeque::new();

@@ -262,7 +262,8 @@ impl Sweep<'_> {
 
     /// Performs step 3: uploads of own files. Those below a place that was changed recently may be a copy's.
     fn uploads(&self, young: &[&str], swept: &mut Swept) -> Result<()> {
-        let uploads = match retry(self.timeout, || Ok(self.store.uploads()?)) {
+        let Some(service) = self.store.service() else { return Ok(()) };
+        let uploads = match retry(self.timeout, || Ok(service.uploads()?)) {
             Err(error) if error.kind == Kind::Unsupported => {
                 swept.spare(self.url.to_owned(), error.message);
                 return Ok(());
@@ -279,7 +280,7 @@ impl Sweep<'_> {
         };
         for upload in uploads.iter().filter(goes) {
             if !self.dry {
-                retry(self.timeout, || Ok(self.store.abort_upload(upload)?))?;
+                retry(self.timeout, || Ok(service.abort_upload(upload)?))?;
             }
             swept.uploads.push(join(self.url, &upload.name));
         }

@@ -17,7 +17,8 @@ use shardfast_format::{
 use shardfast_store::Store;
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::SimDisk;
+use shardfast_store::testing::around::Around;
+use shardfast_store::testing::simdisk::SimDisk;
 
 use crate::block::Block;
 use crate::job::{Content, Job, LONG, Truth, Whole, alike, destination, outcomes};
@@ -176,60 +177,15 @@ struct Hesitant {
     go: std::sync::Mutex<std::sync::mpsc::Receiver<()>>,
 }
 
-#[rustfmt::skip]
-impl Store for Hesitant {
+impl Around for Hesitant {
+    fn inner(&self) -> &dyn Store {
+        &*self.store
+    }
+
     fn publish(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
         self.arrived.send(()).unwrap();
         self.go.lock().unwrap().recv().unwrap();
         self.store.publish(name, bytes)
-    }
-    fn url(&self) -> &str { self.store.url() }
-    fn create(&self, name: &str, bytes: u64) -> shardfast_store::Result<Box<dyn shardfast_store::ObjectWriter>> {
-        self.store.create(name, bytes)
-    }
-    fn needs(&self) -> shardfast_store::Needs { self.store.needs() }
-    fn requests(&self) -> shardfast_store::Requests { self.store.requests() }
-    fn can_publish(&self) -> shardfast_store::Result<()> { self.store.can_publish() }
-    fn open_head(
-        &self,
-        name: &str,
-        head_bytes: u64,
-    ) -> shardfast_store::Result<(Box<dyn shardfast_store::ObjectReader>, Vec<u8>)> {
-        self.store.open_head(name, head_bytes)
-    }
-    fn size(&self, name: &str) -> shardfast_store::Result<u64> { self.store.size(name) }
-    fn write_all<'a>(&self, writes: &dyn shardfast_store::Writes<'a>) -> shardfast_store::Result<()> {
-        self.store.write_all(writes)
-    }
-    fn put(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> { self.store.put(name, bytes) }
-    fn sync(&self, names: &[&str]) -> shardfast_store::Result<()> { self.store.sync(names) }
-    fn list(&self, dir: &str) -> shardfast_store::Result<Vec<shardfast_store::Entry>> { self.store.list(dir) }
-    fn delete(&self, name: &str) -> shardfast_store::Result<()> { self.store.delete(name) }
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> shardfast_store::Result<()> {
-        self.store.delete_all(objects, dirs)
-    }
-    fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> { self.store.delete_tree(dir) }
-    fn location(&self) -> Option<shardfast_store::Location> {
-        self.store.location()
-    }
-
-    fn copy_within(
-        &self,
-        from: &shardfast_store::Location,
-        source: &str,
-        name: &str,
-        bytes: u64,
-    ) -> shardfast_store::Result<()> {
-        self.store.copy_within(from, source, name, bytes)
-    }
-    fn also_named(&self, from: &str, name: &str, bytes: u64) -> shardfast_store::Result<()> {
-        self.store.also_named(from, name, bytes)
-    }
-
-    fn kept_crc64(&self, name: &str) -> shardfast_store::Result<Option<u64>> { self.store.kept_crc64(name) }
-    fn uploads(&self) -> shardfast_store::Result<Vec<shardfast_store::Upload>> { self.store.uploads() }
-    fn abort_upload(&self, upload: &shardfast_store::Upload) -> shardfast_store::Result<()> {
-        self.store.abort_upload(upload)
     }
 }
 
@@ -561,7 +517,7 @@ fn a_load_that_failed_for_the_moment_can_be_repeated() {
     for _ in 0..2 {
         // As often as it is tried.
         for at in 0..5 {
-            disk.inject(disk.calls().len() + at, shardfast_store::simdisk::Fault::Fail(Errno::IO));
+            disk.inject(disk.calls().len() + at, shardfast_store::testing::simdisk::Fault::Fail(Errno::IO));
         }
         let error = load().unwrap_err();
         assert_eq!(error.kind, Kind::Unavailable, "{error}");

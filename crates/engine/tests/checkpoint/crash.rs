@@ -13,7 +13,7 @@ use shardfast_coord::{Coord, Decide};
 use shardfast_engine::{Engine, Error, Kind, Result, checkpoint};
 use shardfast_store::disk::{Disk, Errno, FileKind, Flight, Ring, Stat, Sys};
 use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::{Fault, SimDisk};
+use shardfast_store::testing::simdisk::{Fault, SimDisk};
 use shardfast_store::{Mapping, Store};
 
 use crate::count;

@@ -12,7 +12,7 @@ use shardfast_engine::{
 };
 use shardfast_format::{Catalog, DType, Leaf, LeafBody, LeafName, Region};
 use shardfast_store::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Store, Upload, Writes, by_threads, one_by_one,
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Service, Store, Writes, by_threads, one_by_one,
 };
 
 use crate::block::Block;
@@ -179,10 +179,6 @@ impl Store for Zeroless {
         Needs::LOCAL
     }
 
-    fn requests(&self) -> shardfast_store::Requests {
-        shardfast_store::Requests::default()
-    }
-
     fn can_publish(&self) -> shardfast_store::Result<()> {
         Ok(())
     }
@@ -236,28 +232,12 @@ impl Store for Zeroless {
         Ok(())
     }
 
-    fn location(&self) -> Option<shardfast_store::Location> {
-        None
-    }
-
-    fn copy_within(&self, _: &shardfast_store::Location, _: &str, _: &str, _: u64) -> shardfast_store::Result<()> {
-        Ok(())
-    }
-
     fn also_named(&self, _: &str, _: &str, _: u64) -> shardfast_store::Result<()> {
         Ok(())
     }
 
-    fn kept_crc64(&self, _: &str) -> shardfast_store::Result<Option<u64>> {
-        Ok(None)
-    }
-
-    fn uploads(&self) -> shardfast_store::Result<Vec<Upload>> {
-        Ok(Vec::new())
-    }
-
-    fn abort_upload(&self, _: &Upload) -> shardfast_store::Result<()> {
-        Ok(())
+    fn service(&self) -> Option<&dyn Service> {
+        None
     }
 }
 

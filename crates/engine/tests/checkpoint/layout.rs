@@ -2,39 +2,7 @@
 
 use shardfast_format::Region;
 use shardfast_plan::RankSet;
-
-/// Repeatable chance: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
-#[derive(Clone)]
-pub(crate) struct Dice(pub(crate) u64);
-
-impl Dice {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub(crate) fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-
-    /// Returns true once in `n` times.
-    pub(crate) fn once_in(&mut self, n: u64) -> bool {
-        self.below(n) == 0
-    }
-
-    pub(crate) fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
-        &of[self.below(of.len() as u64) as usize]
-    }
-
-    pub(crate) fn bytes(&mut self, n: usize) -> Vec<u8> {
-        let mut out: Vec<u8> = (0..n.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).collect();
-        out.truncate(n);
-        out
-    }
-}
+pub(crate) use shardfast_store::testing::dice::Dice;
 
 /// Placement of a tensor along one dimension of a device mesh; dimensions are taken modulo the tensor's.
 #[derive(Debug, Clone, Copy)]

@@ -11,11 +11,9 @@ use std::{env, thread};
 use shardfast_engine::{Engine, Error, Kind, PeerReads, Result, Traffic, checkpoint};
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
-use shardfast_store::sims3::SimS3;
-use shardfast_store::{
-    Entry, Fetch, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Store, Upcoming, Upload, Writes,
-    one_by_one,
-};
+use shardfast_store::testing::around::Around;
+use shardfast_store::testing::sims3::SimS3;
+use shardfast_store::{Fetch, Lent, Mapping, ObjectReader, PageCache, Store, Upcoming, one_by_one};
 use shardfast_tools::{Copying, Limit, copy_between};
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
@@ -199,25 +197,9 @@ impl PageCache for OtherReader {
     }
 }
 
-impl Store for Other {
-    fn url(&self) -> &str {
-        self.store.url()
-    }
-
-    fn create(&self, name: &str, bytes: u64) -> shardfast_store::Result<Box<dyn ObjectWriter>> {
-        self.store.create(name, bytes)
-    }
-
-    fn needs(&self) -> Needs {
-        self.store.needs()
-    }
-
-    fn requests(&self) -> shardfast_store::Requests {
-        self.store.requests()
-    }
-
-    fn can_publish(&self) -> shardfast_store::Result<()> {
-        self.store.can_publish()
+impl Around for Other {
+    fn inner(&self) -> &dyn Store {
+        &*self.store
     }
 
     fn open_head(&self, name: &str, head_bytes: u64) -> shardfast_store::Result<(Box<dyn ObjectReader>, Vec<u8>)> {
@@ -225,72 +207,10 @@ impl Store for Other {
         let (object, head) = store.open_head(name, head_bytes)?;
         Ok((Box::new(OtherReader { object, cached: *cached }), head))
     }
-
-    fn size(&self, name: &str) -> shardfast_store::Result<u64> {
-        self.store.size(name)
-    }
-
-    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> shardfast_store::Result<()> {
-        self.store.write_all(writes)
-    }
-
-    fn put(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
-        self.store.put(name, bytes)
-    }
-
-    fn publish(&self, name: &str, bytes: &[u8]) -> shardfast_store::Result<()> {
-        self.store.publish(name, bytes)
-    }
-
-    fn sync(&self, names: &[&str]) -> shardfast_store::Result<()> {
-        self.store.sync(names)
-    }
-
-    fn list(&self, dir: &str) -> shardfast_store::Result<Vec<Entry>> {
-        self.store.list(dir)
-    }
-
-    fn delete(&self, name: &str) -> shardfast_store::Result<()> {
-        self.store.delete(name)
-    }
-
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> shardfast_store::Result<()> {
-        self.store.delete_all(objects, dirs)
-    }
-
-    fn delete_tree(&self, dir: &str) -> shardfast_store::Result<()> {
-        self.store.delete_tree(dir)
-    }
-
-    fn location(&self) -> Option<shardfast_store::Location> {
-        self.store.location()
-    }
-
-    fn copy_within(
-        &self,
-        from: &shardfast_store::Location,
-        source: &str,
-        name: &str,
-        bytes: u64,
-    ) -> shardfast_store::Result<()> {
-        self.store.copy_within(from, source, name, bytes)
-    }
-    fn also_named(&self, from: &str, name: &str, bytes: u64) -> shardfast_store::Result<()> {
-        self.store.also_named(from, name, bytes)
-    }
-
-    fn kept_crc64(&self, name: &str) -> shardfast_store::Result<Option<u64>> {
-        self.store.kept_crc64(name)
-    }
-
-    fn uploads(&self) -> shardfast_store::Result<Vec<Upload>> {
-        self.store.uploads()
-    }
-
-    fn abort_upload(&self, upload: &Upload) -> shardfast_store::Result<()> {
-        self.store.abort_upload(upload)
-    }
 }
+
+/// Share of a range that a rank's store reports as cached, in percent, by rank.
+type Cached = fn(u32) -> Option<u64>;
 
 /// Tests two ranks with enough bytes for each to be worth connections.
 #[test]
@@ -299,7 +219,7 @@ fn only_what_no_page_cache_holds_for_all_is_read_for_others() {
     let url = saved(place.path(), &truth);
     let unique = (17 << 10) * 4096;
     let url = &url;
-    let on = |cached: fn(u32) -> Option<u64>| {
+    let on = |cached: Cached| {
         move |engine: &Arc<Engine>| {
             let store: Arc<dyn Store> =
                 Arc::new(Other { store: shardfast_store::open(url)?, cached: cached(engine.rank()) });
@@ -308,7 +228,7 @@ fn only_what_no_page_cache_holds_for_all_is_read_for_others() {
     };
     // One page cache reads for all, whatever it has of it, unless something else was asked for.
     let job = Job::staged(Layout::columns(2), STAGING_BYTES);
-    let in_memory: [fn(u32) -> Option<u64>; 4] = [|_| None, |_| Some(0), |_| Some(51), |rank| Some(rank as u64 * 100)];
+    let in_memory: [Cached; 4] = [|_| None, |_| Some(0), |_| Some(51), |rank| Some(rank as u64 * 100)];
     for cached in in_memory {
         for (way, is_shared) in [(PeerReads::Auto, false), (PeerReads::Always, true)] {
             let (flaw, traffic) = job.compare_by(way, on(cached), &truth, &mut Dice(3)).unwrap();
@@ -318,7 +238,7 @@ fn only_what_no_page_cache_holds_for_all_is_read_for_others() {
     }
     // Ranks without memory in common: each reads for itself only if all have most of it in their page caches.
     let job = Job::staged(Layout::replicas(2), MESSAGES_BYTES);
-    let elsewhere: [(fn(u32) -> Option<u64>, bool); 4] =
+    let elsewhere: [(Cached, bool); 4] =
         [(|_| Some(51), false), (|_| None, true), (|_| Some(49), true), (|rank| Some(rank as u64 * 100), true)];
     for (cached, may_share) in elsewhere {
         for (way, is_shared) in [(PeerReads::Auto, may_share), (PeerReads::Always, true)] {
@@ -362,7 +282,7 @@ fn requests_are_few() {
         let stores: Vec<Arc<dyn Store>> = (0..layout.world()).map(|_| far()).collect();
         // The first request asks for keys before.
         stores.iter().for_each(|store| _ = store.list("").unwrap());
-        let asked: Vec<u64> = stores.iter().map(|store| store.requests().gets).collect();
+        let asked: Vec<u64> = stores.iter().map(|store| store.service().unwrap().requests().gets).collect();
         let open = |engine: &Arc<Engine>| {
             let store = Arc::clone(&stores[engine.rank() as usize]);
             checkpoint::open_from(engine, Ok(store), &url, LONG)
@@ -371,7 +291,11 @@ fn requests_are_few() {
         assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
         let read = total(&traffic, |traffic| traffic.bytes_read);
         assert!((unique..unique + unique / 50).contains(&read), "{traffic:?}");
-        let gets = stores.iter().zip(asked).map(|(store, asked)| store.requests().gets - asked).sum::<u64>();
+        let gets = stores
+            .iter()
+            .zip(asked)
+            .map(|(store, asked)| store.service().unwrap().requests().gets - asked)
+            .sum::<u64>();
         // Each rank opens two files, and rank 0 reads commit and manifest.
         let most = 2 * (unique / 2).div_ceil(by_request) + 2 * layout.world() as u64 + 2;
         assert!(gets <= most, "{layout:?}: {gets} requests, expected at most {most}");

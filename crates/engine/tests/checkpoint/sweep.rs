@@ -13,7 +13,7 @@ use shardfast_engine::runs::{self, step_url};
 use shardfast_engine::{Engine, Kind, Timeout, checkpoint, pin, unpin};
 use shardfast_format::{crc64, step_dir};
 use shardfast_store::disk::{Disk, Errno, FileKind};
-use shardfast_store::simdisk::{Fault, SimDisk};
+use shardfast_store::testing::simdisk::{Fault, SimDisk};
 use shardfast_tools::sweep::{AGE_MIN, SAVE_MAX, Swept, sweep, sweep_in};
 use shardfast_tools::verify::Problem;
 use shardfast_tools::verify_in;

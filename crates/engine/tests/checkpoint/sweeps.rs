@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use shardfast_engine::{Error, Kind};
 use shardfast_store::disk::{Disk, FileKind};
-use shardfast_store::simdisk::SimDisk;
+use shardfast_store::testing::simdisk::SimDisk;
 
 use crate::crash::{Hooked, NEW, begun, store, survey, truth};
 use crate::job::{LONG, alike};

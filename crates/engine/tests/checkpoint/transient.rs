@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use shardfast_engine::{Error, Kind, Result, save_to};
 use shardfast_store::disk::Errno;
-use shardfast_store::simdisk::{Call, Fault, SimDisk};
+use shardfast_store::testing::simdisk::{Call, Fault, SimDisk};
 
 use crate::crash::{NEW, begun, store, survey, truth, violation};
 use crate::job::{Job, LONG, alike, destination};

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use shardfast_engine::error::Kind;
 use shardfast_engine::{Fences, Memory, Provider, Result, Strided, row_major_strides};
+pub(crate) use shardfast_store::testing::dice::Dice;
 use shardfast_transfer::cuda::{CopyStream, DeviceMemory, DeviceSink, Devices};
 
 use fake::Fake;
@@ -22,20 +23,6 @@ pub(crate) const SHORT: Duration = Duration::from_millis(100);
 
 /// Time limit of operations that end sooner.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
-
-/// A generator of small numbers.
-pub(crate) struct Dice(pub(crate) u64);
-
-impl Dice {
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) % limit
-    }
-
-    pub(crate) fn bytes(&mut self, count: usize) -> Vec<u8> {
-        (0..count).map(|_| self.below(256) as u8).collect()
-    }
-}
 
 /// A strided view of an allocation: where its first element lies in it, lengths, strides in bytes, bytes an element.
 #[derive(Debug, Clone)]

@@ -14,7 +14,7 @@ use shardfast_engine::{
     Checkpoint, Engine, Error, Kind, Result, Timeout, locate, locate_all, open, pin, rewind, unpin,
 };
 use shardfast_store::Store;
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 use shardfast_tools::sweep::{AGE_MIN, sweep_in};
 use shardfast_tools::{Copying, Limit, copy, copy_between, diff, export, history, sweep, sync, verify, verify_in};
 

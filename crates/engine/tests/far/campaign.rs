@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use shardfast_engine::{Error, Kind, Result};
 use shardfast_store::Store;
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 
 use crate::checkpoint::{direct, is_whole, load, save, store};
 use crate::proxy::{Fault, Harm, Proxy, Seen};

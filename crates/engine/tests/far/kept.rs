@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use shardfast_engine::{Engine, Kind};
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 use shardfast_tools::verify::Problem;
 use shardfast_tools::verify_stored;
 

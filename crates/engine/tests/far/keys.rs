@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use shardfast_engine::{Kind, Result};
 use shardfast_store::Store;
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 
 use crate::campaign::{DEADLINE, PATIENT, Place};
 use crate::checkpoint::{direct, is_whole, load, save, store};

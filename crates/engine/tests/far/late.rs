@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 
 use crate::campaign::{DEADLINE, Place};
 use crate::checkpoint::{direct, load, save, store};
@@ -36,7 +36,7 @@ pub(crate) fn reads_are_asked_for_again(server: &Server) {
             std::process::abort();
         }
     });
-    let (requests, unanswered) = (store.requests(), proxy.harmed());
+    let (requests, unanswered) = (store.service().unwrap().requests(), proxy.harmed());
     let again = requests.asked_again as usize;
     let answered = proxy.seen().iter().filter(|seen| seen.request.is_read()).count();
     println!("{wanted} reads, {unanswered} without an answer, {again} asked for again");

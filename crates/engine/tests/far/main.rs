@@ -14,7 +14,7 @@ mod space;
 mod sweep;
 mod within;
 
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 
 use campaign::{RUNS_AT_A_TIME, each_fault, loads, saves};
 use crashes::deaths;

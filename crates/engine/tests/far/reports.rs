@@ -1,6 +1,6 @@
 //! The report of a save lists what failed on the way, at every stage.
 
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 
 use crate::campaign::{DEADLINE, PATIENT, Place};
 use crate::checkpoint::{begin, save, store};

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use shardfast_engine::Kind;
-use shardfast_store::sims3::{Fault, SimS3};
+use shardfast_store::testing::sims3::{Fault, SimS3};
 use shardfast_store::{Shared, Store, open_on};
 
 use crate::checkpoint::{is_whole_in, load, save};

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use shardfast_engine::Kind;
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 
 use crate::campaign::{DEADLINE, PATIENT, Place};
 use crate::checkpoint::{direct, is_whole, save, store};

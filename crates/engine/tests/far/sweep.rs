@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use shardfast_engine::Timeout;
 use shardfast_engine::runs::step_url;
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 use shardfast_tools::sweep::sweep_in;
 
 use crate::checkpoint::{direct, load, save};
@@ -40,7 +40,7 @@ pub(crate) fn debris(server: &Server) {
     assert_eq!((&told.files, &told.uploads), (&swept.files, &swept.uploads));
     assert_eq!(swept.files, [shardfast_store::join(&run, &file(2, 0))]);
     assert_eq!(swept.uploads, [1, 2].map(|step| shardfast_store::join(&run, &file(step, 1))));
-    assert_eq!(store.uploads().unwrap().len(), 1, "that of another program");
+    assert_eq!(store.service().unwrap().uploads().unwrap().len(), 1, "that of another program");
     assert_eq!(names(&run), before);
     load(&committed, Duration::from_secs(60)).unwrap();
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use shardfast_engine::Engine;
-use shardfast_store::servers::Server;
+use shardfast_store::testing::servers::Server;
 use shardfast_tools::{Copying, Limit, copy};
 
 use crate::checkpoint::{direct, is_whole, save};

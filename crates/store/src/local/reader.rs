@@ -244,10 +244,10 @@ impl<D: Disk> LocalReader<D> {
 #[cfg(test)]
 mod tests {
     use crate::Store;
-    use crate::conformance::{pattern, write_object};
     use crate::disk::{Disk, RealDisk};
     use crate::local::{DIRECT_BYTES_MIN, LocalStore};
-    use crate::simdisk::SimDisk;
+    use crate::testing::conformance::{pattern, write_object};
+    use crate::testing::simdisk::SimDisk;
 
     use super::*;
 

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use shardfast_store::conformance::{pattern, write_object};
 use shardfast_store::local::LocalStore;
-use shardfast_store::simdisk::SimDisk;
+use shardfast_store::testing::conformance::{pattern, write_object};
+use shardfast_store::testing::simdisk::SimDisk;
 use shardfast_store::{Kind, Result, Store};
 
 /// Objects that every save writes besides its commit; lengths on both sides of sectors and pages.

@@ -4,9 +4,8 @@ use std::any::Any;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use shardfast_store::{
-    Entry, Error, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Requests, Result, Store, Upload, Writes,
-};
+use shardfast_store::testing::around::Around;
+use shardfast_store::{Entry, Error, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Result, Store};
 
 /// A store as a process with such a life has it.
 pub(crate) struct Dying {
@@ -108,45 +107,64 @@ impl Drop for Writer {
     }
 }
 
-#[rustfmt::skip]
-impl Store for Dying {
-    fn url(&self) -> &str { self.store.url() }
+impl Around for Dying {
+    fn inner(&self) -> &dyn Store {
+        &*self.store
+    }
+
     fn needs(&self) -> Needs {
         let parts = Parts { bytes_min: 64 << 10, bytes_max: 64 << 10, count_max: 10_000 };
         let pieces = if self.in_parts { Pieces::Parts(parts) } else { Pieces::Any };
         Needs { pieces, ..self.store.needs() }
     }
-    fn requests(&self) -> Requests { self.store.requests() }
-    fn can_publish(&self) -> Result<()> { self.store.can_publish() }
+
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
         self.life.goes_on()?;
         Ok(Box::new(Writer { object: Some(self.store.create(name, bytes)?), life: Arc::clone(&self.life) }))
     }
+
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         self.life.reads(name)?;
         self.store.open_head(name, head_bytes)
     }
-    fn size(&self, name: &str) -> Result<u64> { self.life.reads(name)?; self.store.size(name) }
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.life.goes_on()?; self.store.put(name, bytes) }
-    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.life.goes_on()?; self.store.publish(name, bytes) }
-    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> { self.store.write_all(writes) }
-    fn sync(&self, names: &[&str]) -> Result<()> { self.life.goes_on()?; self.store.sync(names) }
-    fn list(&self, dir: &str) -> Result<Vec<Entry>> { self.life.goes_on()?; self.store.list(dir) }
-    fn delete(&self, name: &str) -> Result<()> { self.life.goes_on()?; self.store.delete(name) }
+
+    fn size(&self, name: &str) -> Result<u64> {
+        self.life.reads(name)?;
+        self.store.size(name)
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.life.goes_on()?;
+        self.store.put(name, bytes)
+    }
+
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.life.goes_on()?;
+        self.store.publish(name, bytes)
+    }
+
+    fn sync(&self, names: &[&str]) -> Result<()> {
+        self.life.goes_on()?;
+        self.store.sync(names)
+    }
+
+    fn list(&self, dir: &str) -> Result<Vec<Entry>> {
+        self.life.goes_on()?;
+        self.store.list(dir)
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        self.life.goes_on()?;
+        self.store.delete(name)
+    }
+
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
         self.life.goes_on()?;
         self.store.delete_all(objects, dirs)
     }
-    fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
-    fn location(&self) -> Option<Location> { self.store.location() }
-    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
-        self.store.copy_within(from, source, name, bytes)
-    }
+
     fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
         self.life.goes_on()?;
         self.store.also_named(from, name, bytes)
     }
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
-    fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
-    fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
 }

@@ -10,10 +10,11 @@ use shardfast_engine::{
     save_to,
 };
 use shardfast_format::{Catalog, Dims, Leaf, LeafBody, LeafKind, LeafName, Region};
-use shardfast_store::appended::AppendStore;
+use shardfast_store::testing::appended::AppendStore;
+use shardfast_store::testing::around::Around;
 use shardfast_store::{
-    Entry, Error, Location, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Result, Store,
-    Upload, Writes, by_threads, one_by_one,
+    Error, Needs, ObjectReader, ObjectWriter, PageCache, Parts, Pieces, ReadNeeds, Result, Store, Writes, by_threads,
+    one_by_one,
 };
 use shardfast_tools::verify_in;
 
@@ -126,44 +127,31 @@ impl<'a> Writes<'a> for Failing<'_, 'a> {
     }
 }
 
-#[rustfmt::skip]
-impl Store for InParts {
-    fn url(&self) -> &str { self.store.url() }
+impl Around for InParts {
+    fn inner(&self) -> &dyn Store {
+        &*self.store
+    }
+
     fn needs(&self) -> Needs {
         let reads = ReadNeeds { gap_bytes: MIB / 4, request_bytes: 8 * MIB, in_flight: 16 };
         Needs { pieces: Pieces::Parts(self.parts), reads, refuses_taken_names: true, lists_are_current: true }
     }
-    fn requests(&self) -> shardfast_store::Requests { self.store.requests() }
-    fn can_publish(&self) -> Result<()> { self.store.can_publish() }
+
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
         let (object, part_bytes) = (self.store.create(name, bytes)?, self.parts.of(bytes));
         let counters = Arc::clone(&self.counters);
         Ok(Box::new(Writer { object, bytes, part_bytes, came: Mutex::default(), counters }))
     }
+
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         let (object, head) = self.store.open_head(name, head_bytes)?;
         self.counters.requests.fetch_add(1, Ordering::Relaxed);
         Ok((Box::new(Reader { object, counters: Arc::clone(&self.counters) }), head))
     }
-    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> { by_threads(3, &Failing(writes, &self.counters)) }
-    fn size(&self, name: &str) -> Result<u64> { self.store.size(name) }
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.put(name, bytes) }
-    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.publish(name, bytes) }
-    fn sync(&self, names: &[&str]) -> Result<()> { self.store.sync(names) }
-    fn list(&self, dir: &str) -> Result<Vec<Entry>> { self.store.list(dir) }
-    fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
-    fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
-    fn location(&self) -> Option<Location> { self.store.location() }
-    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
-        self.store.copy_within(from, source, name, bytes)
+
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
+        by_threads(3, &Failing(writes, &self.counters))
     }
-    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
-        self.store.also_named(from, name, bytes)
-    }
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
-    fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
-    fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
 }
 
 /// A tensor that is captured in this way.

@@ -5,9 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use shardfast_engine::{Engine, Error, Kind, Sink, Want, checkpoint, row_major_strides};
 use shardfast_format::LeafKind;
-use shardfast_store::{
-    Entry, Location, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Upload, Writes, one_by_one,
-};
+use shardfast_store::testing::around::Around;
+use shardfast_store::{Entry, ObjectReader, PageCache, Result, Store, one_by_one};
 
 use crate::checkpoints::{DEADLINE, save_ranks, two_ranks};
 
@@ -91,8 +90,11 @@ impl ObjectReader for Reader {
     }
 }
 
-#[rustfmt::skip]
-impl Store for Troubled {
+impl Around for Troubled {
+    fn inner(&self) -> &dyn Store {
+        &*self.store
+    }
+
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         self.state.operation(format!("open {name}"))?;
         let (name, state) = (name.to_owned(), Arc::clone(&self.state));
@@ -103,33 +105,11 @@ impl Store for Troubled {
         }
         Ok((Box::new(object), head))
     }
-    fn needs(&self) -> Needs { self.store.needs() }
-    fn requests(&self) -> shardfast_store::Requests { self.store.requests() }
-    fn can_publish(&self) -> Result<()> { self.store.can_publish() }
+
     fn list(&self, dir: &str) -> Result<Vec<Entry>> {
         self.state.operation(format!("list {dir}"))?;
         self.store.list(dir)
     }
-    fn url(&self) -> &str { self.store.url() }
-    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> { self.store.create(name, bytes) }
-    fn size(&self, name: &str) -> Result<u64> { self.store.size(name) }
-    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> { self.store.write_all(writes) }
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.put(name, bytes) }
-    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.store.publish(name, bytes) }
-    fn sync(&self, names: &[&str]) -> Result<()> { self.store.sync(names) }
-    fn delete(&self, name: &str) -> Result<()> { self.store.delete(name) }
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.store.delete_all(objects, dirs) }
-    fn delete_tree(&self, dir: &str) -> Result<()> { self.store.delete_tree(dir) }
-    fn location(&self) -> Option<Location> { self.store.location() }
-    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
-        self.store.copy_within(from, source, name, bytes)
-    }
-    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
-        self.store.also_named(from, name, bytes)
-    }
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.store.kept_crc64(name) }
-    fn uploads(&self) -> Result<Vec<Upload>> { self.store.uploads() }
-    fn abort_upload(&self, upload: &Upload) -> Result<()> { self.store.abort_upload(upload) }
 }
 
 /// Loads every tensor from a store with that trouble; returns the bytes, and the state of the trouble.

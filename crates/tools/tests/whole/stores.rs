@@ -3,9 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardfast_store::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, PageCache, Result, Store, Upload, Writes, one_by_one,
-};
+use shardfast_store::testing::around::Around;
+use shardfast_store::{Error, Kind, ObjectReader, PageCache, Result, Store, one_by_one};
 
 /// The store beneath, with these faults.
 pub(crate) struct Faulty {
@@ -51,25 +50,9 @@ impl ObjectReader for BadReader {
     }
 }
 
-impl Store for Faulty {
-    fn url(&self) -> &str {
-        self.store.url()
-    }
-
-    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
-        self.store.create(name, bytes)
-    }
-
-    fn needs(&self) -> Needs {
-        self.store.needs()
-    }
-
-    fn requests(&self) -> shardfast_store::Requests {
-        self.store.requests()
-    }
-
-    fn can_publish(&self) -> Result<()> {
-        self.store.can_publish()
+impl Around for Faulty {
+    fn inner(&self) -> &dyn Store {
+        &*self.store
     }
 
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
@@ -81,71 +64,10 @@ impl Store for Faulty {
         Ok((Box::new(object), head))
     }
 
-    fn size(&self, name: &str) -> Result<u64> {
-        self.store.size(name)
-    }
-
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        self.store.put(name, bytes)
-    }
-
-    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        self.store.publish(name, bytes)
-    }
-
-    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
-        self.store.write_all(writes)
-    }
-
     fn sync(&self, names: &[&str]) -> Result<()> {
         if self.sync_fails {
             return Err(Error::new(Kind::Exhausted, "fsync", "disk", "no space left on device"));
         }
         self.store.sync(names)
-    }
-
-    fn list(&self, dir: &str) -> Result<Vec<Entry>> {
-        self.store.list(dir)
-    }
-
-    fn delete(&self, name: &str) -> Result<()> {
-        self.store.delete(name)
-    }
-
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
-        self.store.delete_all(objects, dirs)
-    }
-
-    fn delete_tree(&self, dir: &str) -> Result<()> {
-        self.store.delete_tree(dir)
-    }
-
-    fn location(&self) -> Option<shardfast_store::Location> {
-        self.store.location()
-    }
-
-    fn copy_within(
-        &self,
-        from: &shardfast_store::Location,
-        source: &str,
-        name: &str,
-        bytes: u64,
-    ) -> shardfast_store::Result<()> {
-        self.store.copy_within(from, source, name, bytes)
-    }
-    fn also_named(&self, from: &str, name: &str, bytes: u64) -> shardfast_store::Result<()> {
-        self.store.also_named(from, name, bytes)
-    }
-
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
-        self.store.kept_crc64(name)
-    }
-
-    fn uploads(&self) -> Result<Vec<Upload>> {
-        self.store.uploads()
-    }
-
-    fn abort_upload(&self, upload: &Upload) -> Result<()> {
-        self.store.abort_upload(upload)
     }
 }

@@ -14,7 +14,8 @@ use shardfast_engine::retention::{Keep, Retention};
 use shardfast_engine::rewind::rewind_in;
 use shardfast_engine::runs::{list, step_url};
 use shardfast_engine::{Engine, Error, Kind, Result, Timeout};
-use shardfast_store::servers::Server;
+use shardfast_store::testing::dice::Dice;
+use shardfast_store::testing::servers::Server;
 use shardfast_store::{Store, join, open};
 use shardfast_tools::sweep::{AGE_MIN, sweep_in};
 use shardfast_tools::verify::Problem;
@@ -35,24 +36,6 @@ const REQUESTS_MAX: u64 = 40;
 /// Seeds of a usual run, in memory and on disk, and at a service; a campaign sets more.
 const SEEDS: (&str, u64) = ("SHARDFAST_TENDING_SEEDS", 60);
 const SEEDS_AT_A_SERVICE: (&str, u64) = ("SHARDFAST_TENDING_FAR_SEEDS", 2);
-
-/// Random numbers of a seed (splitmix64).
-#[derive(Clone, Copy)]
-struct Dice(u64);
-
-impl Dice {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-}
 
 /// Two runs, and the promises about them.
 struct World {

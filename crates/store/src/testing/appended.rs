@@ -12,10 +12,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::place::join;
-use crate::{
-    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Requests, Result, Store, Upload,
-    Writes, by_threads,
-};
+use crate::testing::around::Around;
+use crate::{Error, Kind, Needs, ObjectWriter, Parts, Pieces, Result, Store, Writes, by_threads};
 
 /// A store of objects whose parts are only appended to.
 pub struct AppendStore {
@@ -124,43 +122,29 @@ impl Drop for Appended {
     }
 }
 
-#[rustfmt::skip]
-impl Store for AppendStore {
-    fn url(&self) -> &str { self.joined.url() }
-    fn needs(&self) -> Needs { Needs { pieces: Pieces::Parts(self.parts), ..self.joined.needs() } }
-    fn requests(&self) -> Requests { self.joined.requests() }
-    fn can_publish(&self) -> Result<()> { self.joined.can_publish() }
+impl Around for AppendStore {
+    fn inner(&self) -> &dyn Store {
+        &*self.joined
+    }
+
+    fn needs(&self) -> Needs {
+        Needs { pieces: Pieces::Parts(self.parts), ..self.joined.needs() }
+    }
+
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
-        crate::name::check("create", self.url(), name)?;
+        let url = self.joined.url();
+        crate::name::check("create", url, name)?;
         let most = self.parts.object_bytes_max();
         if bytes > most {
             let message = format!("expected an object of at most {most} bytes, found {bytes}");
-            return Err(Error::new(Kind::Exhausted, "create", join(self.url(), name), message));
+            return Err(Error::new(Kind::Exhausted, "create", join(url, name), message));
         }
         let (joined, name, parts) = (Arc::clone(&self.joined), name.to_owned(), Mutex::default());
         let (part_bytes, open_max, open) = (self.parts.of(bytes), self.open_max, Arc::clone(&self.open));
         Ok(Box::new(Appended { joined, name, bytes, part_bytes, parts, open_max, open }))
     }
-    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
-        self.joined.open_head(name, head_bytes)
+
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
+        by_threads(self.open_max, writes)
     }
-    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> { by_threads(self.open_max, writes) }
-    fn size(&self, name: &str) -> Result<u64> { self.joined.size(name) }
-    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> { self.joined.kept_crc64(name) }
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> { self.joined.put(name, bytes) }
-    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> { self.joined.publish(name, bytes) }
-    fn location(&self) -> Option<Location> { self.joined.location() }
-    fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
-        self.joined.copy_within(from, source, name, bytes)
-    }
-    fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
-        self.joined.also_named(from, name, bytes)
-    }
-    fn sync(&self, names: &[&str]) -> Result<()> { self.joined.sync(names) }
-    fn list(&self, dir: &str) -> Result<Vec<Entry>> { self.joined.list(dir) }
-    fn delete(&self, name: &str) -> Result<()> { self.joined.delete(name) }
-    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { self.joined.delete_all(objects, dirs) }
-    fn delete_tree(&self, dir: &str) -> Result<()> { self.joined.delete_tree(dir) }
-    fn uploads(&self) -> Result<Vec<Upload>> { self.joined.uploads() }
-    fn abort_upload(&self, upload: &Upload) -> Result<()> { self.joined.abort_upload(upload) }
 }

@@ -6,6 +6,7 @@ place of what has no parameters, or needs a device to be imported: attention its
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import shardfast as sf
@@ -188,6 +189,7 @@ def numbered(rank, world, place):
 
 @needs_hybrid
 def test_matrices_with_numbers_are_refused_by_name(ranks, tmp_path):
-    name = "decoder.layers.0.mixer.conv1d.weight"
     for error in ranks(2)(numbered, str(tmp_path / "a")):
-        assert f"its {name!r} is cut into '{name}.0', '{name}.B', '{name}.C', which are not understood" in error
+        assert re.search(
+            r"its '(decoder\.layers\.0\.mixer\..*)' is cut into '\1\.0', .*, which are not understood", error
+        )

@@ -4,8 +4,8 @@
 #   scripts/frameworks.sh                 all of them
 #   scripts/frameworks.sh gate            for every change: those marked `smoke`, at least one with each package
 #   scripts/frameworks.sh with PACKAGE==VERSION...
-#                                         those of deepspeed, accelerate, transformers or lightning with this one and
-#                                         these, in target/PACKAGE-VERSION
+#                                         those of deepspeed, accelerate, transformers, lightning, grain or
+#                                         megatron-energon with this one and these, in target/PACKAGE-VERSION
 #   scripts/frameworks.sh ARGUMENT...     pytest with these arguments
 #
 # Their environment, target/frameworks, holds these packages and the shardfast of .venv. The first time this installs a
@@ -33,9 +33,11 @@ if (($# >= 2)) && [[ $1 == with ]]; then
     case $2 in
         deepspeed==*) tests=(tests/frameworks/test_deepspeed{,_block,_parallel,_masters}.py) ;;
         accelerate==*) tests=(tests/frameworks/test_accelerate{,_loaders}.py) ;;
+        grain==* | megatron-energon==*) tests=(tests/frameworks/test_other_loaders.py) ;;
         transformers==* | lightning==*) tests=("tests/frameworks/test_${2%%==*}.py") ;;
         *)
-            echo "frameworks: with $2: expected deepspeed, accelerate, transformers or lightning first" >&2
+            echo "frameworks: with $2: expected deepspeed, accelerate, transformers, lightning, grain or" \
+                "megatron-energon first" >&2
             exit 2
             ;;
     esac

@@ -53,7 +53,7 @@ def checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]
         raise
     except Exception as error:
         raise Corrupt(f"{place}: what is stored does not fit: {reason(error)}") from error
-    return lambda: stateful.load_state_dict(value)
+    return lambda: load_into(stateful, value, place)
 
 
 def load_into(stateful: Any, value: object, place: str) -> None:

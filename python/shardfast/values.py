@@ -26,6 +26,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from . import _native
+from . import adapters as frameworks
 from ._native import Tagged
 from .catalog import Adapter, Refused
 from .errors import Corrupt, Error, Invalid, Unsupported
@@ -329,6 +330,11 @@ def _refusal(value: object) -> str:
         return (
             f"a {type(value).__name__} keeps its state in state_dict(): give it as a key's value or directly below a "
             "key, or store its state_dict()"
+        )
+    if frameworks.stands_for(value) is not None:
+        return (
+            f"a {type(value).__name__} is a data loader: give it as a key's value or directly below a key, as "
+            "shardfast.Sharded(it, index, count) (docs: Data loaders)"
         )
     if isinstance(value, type) or callable(value):
         named = getattr(value, "__qualname__", type(value).__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,12 @@ class Kind:
     biases: bool = False
     """Whether linear layers have biases, those of experts under tensor parallelism included."""
 
+    config: Callable[..., TransformerConfig] = TransformerConfig
+    """Makes the configuration of the model."""
+
+    model: Callable[..., Any] | None = None
+    """Makes the part of the model that a rank has, if that is no `GPTModel` of these layers."""
+
     @property
     def is_emerging(self) -> bool:
         """Whether its optimizer is one of the package emerging-optimizers."""
@@ -132,7 +139,7 @@ def config_of(layout: Layout, kind: Kind) -> TransformerConfig:
             "moe_router_topk": 2,
             "moe_router_load_balancing_type": "none",
         }
-    config = TransformerConfig(
+    config = kind.config(
         num_layers=kind.layers,
         hidden_size=kind.hidden,
         num_attention_heads=8,
@@ -161,16 +168,20 @@ def config_of(layout: Layout, kind: Kind) -> TransformerConfig:
     return config
 
 
+def _gpt(config: TransformerConfig, experts: int | None, **named: Any) -> GPTModel:
+    spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
+    return GPTModel(config, spec, position_embedding_type="rope", **named)
+
+
 def _chunk(config: TransformerConfig, layout: Layout, kind: Kind, stage: int | None) -> Any:
     multiple = kind.divisible_by * layout.tp
-    model = GPTModel(
+    make = kind.model or functools.partial(_gpt, experts=kind.experts or None)
+    model = make(
         config,
-        get_gpt_layer_local_spec(num_experts=kind.experts or None, moe_grouped_gemm=False),
         vocab_size=-(-kind.vocabulary // multiple) * multiple,
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        position_embedding_type="rope",
         share_embeddings_and_output_weights=kind.tied,
         vp_stage=stage,
     )

@@ -1,7 +1,4 @@
-"""Multi-token prediction: its layers come through the same walk as those of the decoder.
-
-Multi-latent attention and `HybridModel` are not built here: without TransformerEngine their layers do not take shape.
-"""
+"""Multi-token prediction: its layers come through the same walk as those of the decoder."""
 
 import shardfast as sf
 import torch

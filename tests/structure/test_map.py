@@ -93,7 +93,7 @@ CRATE_LINES_MAX = {
     "coord": 4400,  # 4,300, rounded up from 4,358
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
-PYTHON_LINES_MAX = {"": 8700, "adapters": 6600, "data": 800, "integrations": 5100}
+PYTHON_LINES_MAX = {"": 8700, "adapters": 6600, "data": 920, "integrations": 5100}
 PYTHON_KITS = {"python/shardfast/testing.py"}
 
 
@@ -402,7 +402,7 @@ def test_adapters_know_the_catalog_and_their_framework_only():
 def test_loaders_know_units_and_their_framework_only():
     found = []
     words = ("catalog", "errors", "stateful", "units", "data")
-    allowed = ("torch", "torchdata", *(f"shardfast.{word}" for word in words))
+    allowed = ("torch", "torchdata", "grain", "megatron.energon", *(f"shardfast.{word}" for word in words))
     for module, name in python_modules().items():
         for line, imported in imports(module, ast.parse(read(name))) if module.startswith("shardfast.data") else ():
             is_allowed = any(is_under(imported, one) for one in allowed)

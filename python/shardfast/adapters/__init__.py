@@ -25,8 +25,12 @@ BUILT_ON_OTHERS = {
 """The files of frameworks whose tensors are another's, by the module that tells that they are in use. The most special
 one stands first, and is asked first."""
 
-LOADERS = ("torchdata.stateful_dataloader", "shardfast.data.torchdata")
-"""The module of data loaders with workers, and the one that knows them."""
+LOADERS = {
+    "torchdata.stateful_dataloader": "torchdata",
+    "grain._src.python.dataset.dataset": "grain",
+    "megatron.energon.savable_loader": "energon",
+}
+"""The files below ``data/`` that know data loaders, by the module that tells that such are in use."""
 
 
 def active() -> list[Adapter]:
@@ -52,8 +56,8 @@ def installed() -> dict[str, tuple[str, bool]]:
 
 def stands_for(value: object) -> Stateful | None:
     """What stands for a data loader in pieces, whose workers are pieces of it; ``None`` for other objects."""
-    loaders = _loaders()
-    return loaders.stateful_of(value) if loaders is not None else None
+    known = [_data(file) for module, file in LOADERS.items() if module in sys.modules]
+    return next((found for found in (one.stateful_of(value) for one in known) if found is not None), None)
 
 
 def expect_unused(value: object) -> None:
@@ -99,7 +103,12 @@ def _adapter(framework: str) -> Adapter:
 
 def _loaders() -> Any:
     """The module for torchdata's loaders, once that is imported."""
-    return importlib.import_module(LOADERS[1]) if LOADERS[0] in sys.modules else None
+    return _data("torchdata") if "torchdata.stateful_dataloader" in sys.modules else None
+
+
+@functools.cache
+def _data(file: str) -> Any:
+    return importlib.import_module(f"shardfast.data.{file}")
 
 
 @functools.cache

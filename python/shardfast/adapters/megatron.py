@@ -171,17 +171,18 @@ def _part(entry: Any) -> tuple[str, Part]:
         pieces = sorted(_values(entry.build_fn(entry.key, ghost, entry.replica_id, None)), key=_start)
         at = 0
         for piece in pieces:
-            if _start(piece) != at or not piece.data.is_contiguous() or piece.key != pieces[0].key:
-                raise Refused(f"its {entry.key!r} is cut otherwise than into runs of one tensor")
+            if _start(piece) != at or not piece.data.is_contiguous():
+                raise Refused(f"its {entry.key!r} is cut otherwise than into runs")
             at += piece.data.numel()
         if at != tensor.numel():
             raise Refused(f"its {entry.key!r} is cut into {at} of {tensor.numel()} elements")
     first = pieces[0]
-    name, axes = _name(first)
-    regions = tuple(_region(piece, axes) for piece in pieces)
+    name, axes = _name(first, first.key if all(piece.key == first.key for piece in pieces) else entry.key)
+    shape, before = _stacked(entry.key, pieces, axes)
+    regions = tuple(_region(piece, axes, before[piece.key]) for piece in pieces)
     return name, Part(
         tensor.detach(),
-        tuple(first.global_shape[axes:]),
+        shape,
         regions,
         _padding(first.global_shape[axes]) if first.allow_shape_mismatch else "",
         holders=_holders(tensor, first),
@@ -193,16 +194,35 @@ def _start(piece: Any) -> int:
     return int(piece.data.storage_offset())
 
 
-def _region(piece: Any, axes: int) -> Region:
+def _stacked(key: str, pieces: Sequence[Any], axes: int) -> tuple[Ints, dict[str, int]]:
+    """The shape of the tensor that pieces are of, and by the piece's key the rows before its own.
+
+    A Mamba layer's projection is five matrices, each with a key and cut by tensor parallelism. One below the other they
+    are what a rank has without it. Keys with numbers may be others on other ranks.
+    """
+    shapes = {piece.key: tuple(piece.global_shape[axes:]) for piece in pieces}
+    first, *others = shapes.values()
+    if not others:
+        return first, dict.fromkeys(shapes, 0)
+    is_named = all(one.startswith(f"{key}.") and one.removeprefix(f"{key}.").isidentifier() for one in shapes)
+    if not is_named or any(shape[1:] != first[1:] for shape in others):
+        raise Refused(f"its {key!r} is cut into {', '.join(map(repr, shapes))}, which are not understood as its rows")
+    ends = itertools.accumulate((shape[0] for shape in shapes.values()), initial=0)
+    before = dict(zip(shapes, ends, strict=False))
+    return (sum(shape[0] for shape in shapes.values()), *first[1:]), before
+
+
+def _region(piece: Any, axes: int, before: int) -> Region:
     ones = (1,) * (piece.prepend_axis_num - axes)
-    return Region(tuple(piece.global_offset[axes:]), (*ones, *piece.local_shape))
+    offset = tuple(piece.global_offset[axes:])
+    return Region((offset[0] + before, *offset[1:]) if before else offset, (*ones, *piece.local_shape))
 
 
-def _name(piece: Any) -> tuple[str, int]:
+def _name(piece: Any, key: str) -> tuple[str, int]:
     """The name with the layer's number, and how many prepended axes that takes away."""
-    head, layers, tail = piece.key.partition("layers.")
+    head, layers, tail = key.partition("layers.")
     if not piece.prepend_axis_num or not layers or tail[:1].isdigit():
-        return piece.key, 0
+        return key, 0
     return f"{head}{layers}{piece.global_offset[0]}.{tail}", 1
 
 

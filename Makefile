@@ -42,11 +42,11 @@ servers:
 wheel: setup
 	@scripts/wheel.sh
 
-# Every measure beside other systems and beside the machine's own rates: below 40 minutes, on a machine left alone.
+# Every measure beside other systems and beside the machine's own rates, on a machine left alone.
 bench: setup
 	@scripts/bench.sh
 
-# The same in two minutes, to see that it works: its figures mean nothing.
+# The same, small, to see that it works: its figures mean nothing.
 bench-quick: setup
 	@scripts/bench.sh --quick
 

@@ -6,14 +6,16 @@
 3. A table and a picture of both loss curves, and what ``shardfast ls``, ``inspect`` and ``verify`` say.
 
 ``make demo`` runs it. Everything that it makes is in ``demo-out``; with ``make demo STORE=s3://bucket/prefix`` the
-checkpoints are there.
+checkpoints are there. The README's picture, ``docs/demo.svg``, is a copy of ``demo-out/loss.svg``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import html
 import json
+import math
 import os
 import re
 import shutil
@@ -175,19 +177,61 @@ def committed(run: str) -> set[int]:
     return {line["step"] for line in json.loads(listed)["checkpoints"] if line["status"] == "committed"}
 
 
-def picture(path: Path, reference: dict[int, float], phases: list[tuple[str, dict[int, float]]]) -> None:
-    import matplotlib
+WIDTH, HEIGHT = 760, 320  # of the picture, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 44, 744, 58, 280  # of the curves in it
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #24292f } .curve { fill: none; stroke-width: 2 }
+.c0 { stroke: #c4cad1 } .c1 { stroke: #0969da } .c2 { stroke: #bc4c00 } .c3 { stroke: #1a7f37 }
+.c0.curve { stroke-width: 10 } .c1.curve { stroke-width: 5 }
+.axis { stroke: #8c959f } .t1 { fill: #0969da } .t2 { fill: #bc4c00 } .t3 { fill: #1a7f37 }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3 } .c0 { stroke: #4b535d } .c1 { stroke: #58a6ff } .c2 { stroke: #f0883e } .c3 { stroke: #3fb950 }
+.t1 { fill: #58a6ff } .t2 { fill: #f0883e } .t3 { fill: #3fb950 } }
+"""
 
-    figure, axes = pyplot.subplots(figsize=(9, 5))
-    axes.plot(list(reference), list(reference.values()), color="0.75", linewidth=6, label=f"uninterrupted: {FSDP.name}")
-    for name, losses in phases:
-        axes.plot(list(losses), list(losses.values()), linewidth=1.6, label=name)
-    axes.set(xlabel="step", ylabel="loss", title="Killed in the middle of a save, resumed under two other layouts")
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+def picture(path: Path, reference: dict[int, float], phases: list[tuple[str, dict[int, float]]], worst: float) -> None:
+    """Draws the losses of both runs as an SVG: the uninterrupted one wide, each job of the other one over it."""
+    top, bottom = math.ceil(max(reference.values())), math.floor(min(reference.values()))
+
+    def at(step: int, loss: float) -> tuple[float, float]:
+        x = LEFT + (RIGHT - LEFT) * step / max(reference)
+        return round(x, 1), round(BOTTOM - (BOTTOM - TOP) * (loss - bottom) / (top - bottom), 1)
+
+    def text(x: float, y: float, said: str, kind: str = "", anchor: str = "start") -> str:
+        return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{html.escape(said)}</text>'
+
+    title = "Loss by step: killed in the middle of a save, resumed under two other layouts"
+    trained = "; ".join(f"{name}, steps {min(losses)} to {max(losses)}" for name, losses in phases)
+    told = f"The killed and resumed run ({trained}) lies on the uninterrupted one ({FSDP.name})"
+    band = f"gray band: the uninterrupted run, {FSDP.name}; largest difference of the losses: {worst:.1e}"
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t d">',
+        f'<title id="t">{title}</title>',
+        f'<desc id="d">{html.escape(told)}: the largest difference of the losses is {worst:.1e}.</desc>',
+        f"<style>{STYLE}</style>",
+        f'<path class="axis" fill="none" d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}"/>',
+    ]
+    drawn += [text(LEFT - 8, at(0, loss)[1] + 4, str(loss), anchor="end") for loss in range(bottom, top + 1)]
+    drawn += [
+        text(at(step, bottom)[0], BOTTOM + 18, str(step), anchor="middle") for step in range(0, max(reference), 5)
+    ]
+    drawn += [text(RIGHT, BOTTOM + 18, f"step {max(reference)}", anchor="end"), text(8, TOP - 14, "loss")]
+    drawn.append(text(LEFT + 8, HEIGHT - 6, band))
+    for number, losses in enumerate([reference, *(losses for _, losses in phases)]):
+        points = " ".join("{},{}".format(*at(step, loss)) for step, loss in losses.items())
+        drawn.append(f'<polyline class="curve c{number}" points="{points}"/>')
+    for number, (name, losses) in enumerate(phases, 1):
+        start, line = at(min(losses) - 1, bottom)[0], TOP - 38 + 17 * (number - 1)
+        drawn.append(f'<path class="c{number}" stroke-dasharray="3 3" d="M{start} {line - 10}V{BOTTOM}"/>')
+        drawn.append(text(start + 6, line, name if number == 1 else f"resumed on {name}", f"t{number}"))
+    killed = phases[0][1]
+    x, y = at(max(killed), killed[max(killed)])
+    drawn.append(f'<path class="c1" d="M{x} {y}V{y - 70}"/>')
+    drawn.append(f'<path class="c1" stroke-width="3" d="M{x - 6} {y - 6}l12 12m0 -12l-12 12"/>')
+    drawn.append(text(x + 6, y - 62, f"killed in the save of step {max(killed)}", "t1"))
+    path.write_text("\n".join([*drawn, "</svg>", ""]), encoding="utf-8")
 
 
 def table(reference: dict[int, float], phases: list[tuple[str, dict[int, float]]], every: int) -> float:
@@ -236,8 +280,8 @@ def main() -> None:
 
     phases = [(FSDP.name, killed), (FSDP_TP.name, resharded), (SINGLE.name, single)]
     worst = table(reference, phases, args.every)
-    picture(args.out / "loss.png", reference, phases)
-    print(f"\n   largest difference between the two curves: {worst:.1e}   picture: {args.out / 'loss.png'}", flush=True)
+    picture(args.out / "loss.svg", reference, phases, worst)
+    print(f"\n   largest difference between the two curves: {worst:.1e}   picture: {args.out / 'loss.svg'}", flush=True)
 
     command("ls", run)
     sharded = below(run, f"step-{2 * third:08}") if 2 * third in committed(run) else run

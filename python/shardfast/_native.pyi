@@ -1,4 +1,8 @@
-"""The crossing into Rust: one call per verb, whose arguments and results `crates/native/src` describes. Private."""
+"""Types of the crossing into Rust. Private.
+
+A save crosses with what the state holds (``Described``), then to begin (``save``); a load once for each of its phases.
+`crates/native/src` describes arguments and results.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self, final

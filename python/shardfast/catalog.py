@@ -1,7 +1,8 @@
 """A state in terms of no framework: leaves, regions, memory, and the interface of an adapter.
 
 A *leaf* is one tensor or one value with a name below a key of the state. A tensor leaf names the *regions* of the
-global shape that this rank holds and the *memory* in which they lie. Nothing here touches data, files or other ranks.
+global shape that this rank holds and the *memory* in which they lie. Nothing here knows files or other ranks, and only
+:func:`is_writable` touches a tensor's bytes: it writes one over itself.
 """
 
 import ctypes

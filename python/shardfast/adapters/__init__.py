@@ -1,4 +1,4 @@
-"""Frameworks, one file each. An adapter is used once its framework has been imported: saves and loads import none."""
+"""Adapters of frameworks. An adapter is used once its framework has been imported: saves and loads import none."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ FORBIDDEN = {
 WITH_TEXTS = {"native"}
 # Where the interpreter is taken back: to make Python's errors, for what only Python knows of the machine, and by the
 # interpreter itself.
-ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crates/native/src/owner.rs"}
+ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crates/native/src/deferred_decref.rs"}
 
 
 # Lines that a crate's product may have, comments included: without unit tests and kits for tests.

@@ -32,10 +32,10 @@ use crate::assemble::assemble;
 use crate::contents;
 use crate::operation::Operation;
 use crate::planning::ValuePlan;
-use crate::presence;
+use crate::files_exist;
 use crate::receipt::Receipt;
 use crate::state::Destination;
-use crate::together;
+use crate::concurrently;
 
 /// Longer than any `COMMIT` of this format.
 pub(crate) const COMMIT_BYTES_MAX: u64 = 4096;
@@ -125,9 +125,9 @@ fn own_notes(info: &SaveInfo) -> Notes {
 /// Checks that files which this save wrote still exist with these sizes.
 ///
 /// # Errors
-/// As [`presence::expect`].
+/// As [`files_exist::expect`].
 pub(crate) fn still_there(store: &dyn Store, files: &[(String, u64)], within: Patience<'_>) -> Result<()> {
-    presence::expect(store, files, within).map_err(|error| match error.kind {
+    files_exist::expect(store, files, within).map_err(|error| match error.kind {
         Kind::Corrupt => Error::corrupt(format!(
             "{}. The save wrote these files: either another program removed or changed them before the commit (none \
              may delete a directory without COMMIT while a job is saving), or the ranks do not share this storage",
@@ -268,7 +268,7 @@ pub fn missing(store: &dyn Store, file: &FileEntry, error: Error) -> Error {
 /// # Errors
 /// The store's errors, at the first try.
 fn has_left(store: &dyn Store, dir: &str) -> Result<bool> {
-    presence::is_there(store, &below(dir, COMMIT), Duration::ZERO).map(|is_there| !is_there)
+    files_exist::is_there(store, &below(dir, COMMIT), Duration::ZERO).map(|is_there| !is_there)
 }
 
 /// Reads again if the bytes are not the saved ones: a bit may have flipped on the way, while the storage has it right.
@@ -324,7 +324,7 @@ fn prepare(
 ) -> Result<()> {
     let steps: [&(dyn Fn() -> Result<()> + Sync); 2] =
         [&|| Ok(store.put(&commit.manifest, bytes)?), &|| refuse_taken(store, destination)];
-    together::each(store, &steps, |step| step()).into_iter().collect::<Result<()>>()?;
+    concurrently::each(store, &steps, |step| step()).into_iter().collect::<Result<()>>()?;
     // All of them, each time: one that is visible after a failure may not be durable.
     put_indexes(store, indexes(manifest))
 }
@@ -344,12 +344,12 @@ pub fn repeat(
     retry(timeout, || {
         store.put(&commit.manifest, bytes)?;
         // All attempts share their names: those of what is committed stay.
-        if presence::is_there(store, COMMIT, Duration::ZERO)? {
+        if files_exist::is_there(store, COMMIT, Duration::ZERO)? {
             return Err(Error::new(Kind::Conflict, format!("copy to {url}: something was committed there meanwhile")));
         }
         put_indexes(store, indexes(manifest))
     })?;
-    presence::expect(store, &files, timeout)?;
+    files_exist::expect(store, &files, timeout)?;
     publish(store, commit, timeout.into())
         .and_then(|()| take_back_if_hollow(store, &files, timeout.into()))
         .map_err(|error| error.within(format_args!("copy to {url}")))
@@ -387,7 +387,7 @@ fn put_indexes(store: &dyn Store, indexes: impl Iterator<Item = (String, Option<
         }
         Ok(())
     };
-    together::each(store, &indexes.collect::<Vec<_>>(), put).into_iter().collect()
+    concurrently::each(store, &indexes.collect::<Vec<_>>(), put).into_iter().collect()
 }
 
 /// Puts the indexes of a committed checkpoint where others are visible.
@@ -396,7 +396,7 @@ pub fn mend_indexes(store: &dyn Store, manifest: &Manifest) -> Result<()> {
         |name: &str, index: &Vec<u8>| store.read(name, index.len() as u64).is_ok_and(|there| there == *index);
     let all: Vec<_> = indexes(manifest).collect();
     let are_there =
-        together::each(store, &all, |(name, index)| index.as_ref().is_some_and(|index| is_there(name, index)));
+        concurrently::each(store, &all, |(name, index)| index.as_ref().is_some_and(|index| is_there(name, index)));
     put_indexes(store, all.into_iter().zip(are_there).filter(|(_, is_there)| !is_there).map(|(index, _)| index))
 }
 

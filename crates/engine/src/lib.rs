@@ -20,7 +20,7 @@ pub mod pending;
 pub mod pins;
 mod planning;
 mod plans;
-pub mod presence;
+pub mod files_exist;
 pub mod reads;
 mod receipt;
 mod replicas;
@@ -30,7 +30,7 @@ pub mod runs;
 pub mod save;
 pub mod state;
 pub mod stream;
-mod together;
+mod concurrently;
 
 pub use checkpoint::{Checkpoint, MatchSummary, open};
 pub use engine::{Engine, SAVE_MAX};

@@ -8,7 +8,7 @@ use shardfast_store::Store;
 use shardfast_transfer::error::{Error, Kind, Result, retry};
 use shardfast_transfer::timeout::Timeout;
 
-use crate::presence::is_there;
+use crate::files_exist::is_there;
 use crate::runs;
 
 /// Longest note, in bytes.

@@ -26,7 +26,7 @@ use shardfast_transfer::timeout::{TIMEOUT, Timeout};
 
 use crate::commit;
 use crate::contents;
-use crate::presence::{self, is_there};
+use crate::files_exist::{self, is_there};
 use crate::runs;
 
 /// Prefix of the notes of metrics.
@@ -253,7 +253,7 @@ pub fn prove(store: &dyn Store, url: &str, step: u64, timeout: &Timeout) -> Resu
 fn are_there(store: &dyn Store, dir: &str, manifest: &[u8], timeout: &Timeout) -> Result<()> {
     let manifest = Manifest::decode(manifest)?;
     let files = commit::files(&manifest).map(|(path, bytes)| (format!("{dir}/{path}"), bytes));
-    presence::expect(store, &files.collect::<Vec<_>>(), timeout)
+    files_exist::expect(store, &files.collect::<Vec<_>>(), timeout)
 }
 
 /// Decision about a checkpoint.

@@ -87,7 +87,7 @@ impl Captured {
             }
         }
         for (copies, places, of) in launches {
-            match beside::digests(copies, &places, &self.shared.staging) {
+            match device_copies::digests(copies, &places, &self.shared.staging) {
                 Ok(None) => {}
                 Ok(Some(digests)) => {
                     for (index, run) in of.into_iter().enumerate() {

@@ -6,7 +6,7 @@
 //! then finds these bytes on the host: [`Captured::over`] puts them in place of the tensors, and the save reads the
 //! tensors' own only to prove that the bits are the same ([`Evidence`](shardfast_transfer::provider::Evidence)).
 //!
-//! On a device all of these copies go on beside the training, in the device's own order ([`Beside`]).
+//! On a device all of these copies go on beside the training, in the device's own order ([`DeviceCopies`]).
 //!
 //! If anything fails on the way, the block is released, and the save copies it as it copies everything else. So a
 //! window can make a save neither wrong nor impossible, with one exception: a tensor that was changed by something else
@@ -15,7 +15,7 @@
 //! A rehearsal finds the [`Variant`] of an optimizer that rounds as this training does: a window of a few samples,
 //! whose gradients are only kept, and to which [`Window::rehearse`] applies every candidate.
 
-mod beside;
+mod device_copies;
 mod block;
 mod captured;
 mod samples;
@@ -45,7 +45,7 @@ use shardfast_transfer::error::{Error, Kind, Result};
 use shardfast_transfer::provider::Provider;
 use shardfast_transfer::staging::Staging;
 
-pub use beside::{Beside, Pace};
+pub use device_copies::{DeviceCopies, Pace};
 use block::Block;
 pub use captured::Captured;
 use seen::Seen;
@@ -93,7 +93,7 @@ pub struct Applied {
     /// Element type of the gradient.
     pub dtype: Dtype,
     /// The unit's gradient. On a host it does not change before [`Window::stepped`] returns; a device's is kept until
-    /// it was copied, and may change before that only where the training waits ([`Beside::new`]).
+    /// it was copied, and may change before that only where the training waits ([`DeviceCopies::new`]).
     pub gradient: Arc<dyn Provider>,
     /// Factor in `f32` by which the training multiplied the gradient before the optimizer used it; `None` if it did
     /// not.
@@ -184,7 +184,7 @@ struct Shared {
     /// Number of blocks that are held.
     held: AtomicUsize,
     staging: Arc<Staging>,
-    beside: Option<Beside>,
+    beside: Option<DeviceCopies>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -236,7 +236,7 @@ impl Window {
         planned: &[Write],
         classes: Vec<Class>,
         units: Vec<Unit>,
-        beside: Option<Beside>,
+        beside: Option<DeviceCopies>,
     ) -> Result<Window> {
         let runs = written(catalog, planned, &units);
         let blocks = block::blocks(&classes, &units, &runs);
@@ -259,7 +259,7 @@ impl Window {
         catalog: &Arc<Catalog>,
         classes: Vec<Class>,
         units: Vec<Unit>,
-        beside: Option<Beside>,
+        beside: Option<DeviceCopies>,
     ) -> Window {
         let blocks = block::blocks(&classes, &units, &samples::of(&classes, &units));
         let shared = Shared::new(engine, catalog, classes, units, blocks, beside);
@@ -287,12 +287,12 @@ impl Window {
 
     /// Returns the stream that copies gradients from a device.
     pub fn gradients(&self) -> Option<&Arc<CopyStream>> {
-        self.shared.beside.as_ref().map(Beside::gradients)
+        self.shared.beside.as_ref().map(DeviceCopies::gradients)
     }
 
     /// Returns the rate of copies from the device, as far as it is known.
     pub fn pace(&self) -> Option<Pace> {
-        self.shared.beside.as_ref().and_then(Beside::pace)
+        self.shared.beside.as_ref().and_then(DeviceCopies::pace)
     }
 
     /// Returns the number of a unit's elements; `None` for an unknown unit.
@@ -452,7 +452,7 @@ impl Shared {
         classes: Vec<Class>,
         units: Vec<Unit>,
         blocks: Vec<Block>,
-        beside: Option<Beside>,
+        beside: Option<DeviceCopies>,
     ) -> Shared {
         let (catalog, staging) = (Arc::clone(catalog), Arc::clone(engine.staging()));
         let figures = Figures { steps: 1, ..Figures::default() };

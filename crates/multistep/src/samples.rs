@@ -8,7 +8,7 @@ use shardfast_transfer::digest::{RUNS_MAX, digest};
 use shardfast_transfer::error::{Error, Result};
 use shardfast_transfer::provider::{Fences, Provider};
 
-use super::{Beside, Class, Rehearsed, Shared, Unit, beside};
+use super::{DeviceCopies, Class, Rehearsed, Shared, Unit, beside};
 
 /// Number of elements at the beginning and at the end of a unit that are replayed. More than the widest vectors and
 /// than one thread of a training steps of a small tensor.
@@ -55,7 +55,7 @@ pub(super) fn rehearse(shared: &Shared) -> Vec<Rehearsed> {
 }
 
 /// Returns whether the device sums the samples as a host does.
-fn digests_agree(shared: &Shared, beside: &Beside) -> Result<bool> {
+fn digests_agree(shared: &Shared, beside: &DeviceCopies) -> Result<bool> {
     let (mut runs, mut expected) = (Vec::new(), Vec::new());
     for block in &shared.blocks {
         for piece in &block.pieces {
@@ -69,7 +69,7 @@ fn digests_agree(shared: &Shared, beside: &Beside) -> Result<bool> {
         }
     }
     for (runs, expected) in runs.chunks(RUNS_MAX).zip(expected.chunks(RUNS_MAX)) {
-        match beside::digests(Arc::clone(beside.blocks()) as _, runs, &shared.staging)? {
+        match device_copies::digests(Arc::clone(beside.blocks()) as _, runs, &shared.staging)? {
             Some(digests) if digests.wait()? == expected => {}
             Some(_) => return Ok(false),
             None => return Err(Error::invalid("there was no memory for a rehearsal")),

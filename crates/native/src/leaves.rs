@@ -15,9 +15,9 @@ use shardfast_transfer::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_transfer::digest::Digester;
 
 use crate::errors::{invalid, raise};
-use crate::owner::Owner;
+use crate::deferred_decref::Owner;
 use crate::parts::{Block, blocks};
-use crate::spots::Spots;
+use crate::memory_samples::Spots;
 use crate::values::{Encoded, Value};
 
 /// Runs from this length on are read by the kernel at nearly the speed of a copy.

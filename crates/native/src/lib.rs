@@ -1,7 +1,7 @@
 //! Binds the engine to Python as `shardfast._native`. It knows no framework, and while the engine works it never calls
 //! Python.
 
-mod ahead;
+mod multistep;
 mod checkpoint;
 mod command;
 mod dlpack;
@@ -11,13 +11,13 @@ mod interval;
 mod leaves;
 mod mapped;
 mod outline;
-mod owner;
+mod deferred_decref;
 mod parts;
 mod pending;
 mod process;
 mod retention;
 mod session;
-mod spots;
+mod memory_samples;
 mod values;
 
 use pyo3::prelude::*;
@@ -33,7 +33,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::ahead::Window;
+    use crate::multistep::Window;
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, absolute_url, begin_run, newest, open, step_url};
     #[pymodule_export]
@@ -47,7 +47,7 @@ mod _native {
     #[pymodule_export]
     use crate::outline::Outline;
     #[pymodule_export]
-    use crate::owner::interpreter_ends;
+    use crate::deferred_decref::interpreter_ends;
     #[pymodule_export]
     use crate::pending::{Pending, save};
     #[pymodule_export]

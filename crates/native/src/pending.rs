@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use shardfast_engine::{Destination, Error, Prove};
 
-use crate::ahead::Window;
+use crate::multistep::Window;
 use crate::errors::{invalid, kind, raise};
 use crate::leaves::{Described, Streams};
 use crate::process::Own;

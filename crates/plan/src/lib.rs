@@ -26,7 +26,7 @@ mod local;
 mod ranks;
 mod save;
 mod share;
-mod together;
+mod group_small;
 mod units;
 mod write;
 

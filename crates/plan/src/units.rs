@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use shardfast_format::LeafName;
 
 use crate::balance::{Item, Share, heaviest, tolerated_load};
-use crate::together::divide_together;
+use crate::group_small::divide_together;
 
 /// Divides like [`divide_together`], with the leaves of one parameter on one rank, or in the same rows on several.
 pub(crate) fn divide_units(world: usize, classes: &[Vec<u32>], items: &[Item], names: &[&LeafName]) -> Vec<Share> {

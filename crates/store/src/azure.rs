@@ -9,7 +9,7 @@ use std::sync::Arc;
 use object_store::Attributes;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 
-use crate::far::{Bucket, FarStore, expect_tls, is_http, once, plain};
+use crate::remote::{Bucket, RemoteStore, expect_tls, is_http, once, plain};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
@@ -39,13 +39,13 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let secrets: Vec<_> = keys.iter().filter_map(|key| builder.get_config_value(key)).collect();
     let builder = builder.with_client_options(plain(endpoint.as_deref())).with_retry(once());
     let untrusted = endpoint.map(|endpoint| format!("{endpoint} {container}"));
-    FarStore::open(url.usual(), &prefix, shared, &|connector| {
+    RemoteStore::open(url.usual(), &prefix, shared, &|connector| {
         let client = builder.clone().with_http_connector(connector).build();
         let client = client.map_err(|error| invalid(error.to_string()))?;
         Ok(Bucket {
             client: Arc::new(client),
             uploads: None,
-            beyond: None,
+            extra_api: None,
             attributes: Attributes::new(),
             secrets: secrets.clone(),
             untrusted: untrusted.clone(),

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use object_store::Attributes;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
-use crate::far::{Bucket, FarStore, expect_tls, is_http, once, plain};
+use crate::remote::{Bucket, RemoteStore, expect_tls, is_http, once, plain};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
@@ -44,7 +44,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let base = endpoint.clone().unwrap_or_else(|| GOOGLE.to_owned());
     let untrusted = endpoint.filter(|endpoint| endpoint != GOOGLE);
     let untrusted = untrusted.map(|endpoint| format!("{endpoint} {bucket}"));
-    FarStore::open(url.usual(), &prefix, shared, &|connector| {
+    RemoteStore::open(url.usual(), &prefix, shared, &|connector| {
         let http = connector.client();
         let client = builder.clone().with_http_connector(connector).build();
         let client = Arc::new(client.map_err(|error| invalid(error.to_string()))?);
@@ -52,7 +52,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         Ok(Bucket {
             client,
             uploads: Some(Arc::new(uploads)),
-            beyond: None,
+            extra_api: None,
             attributes: Attributes::new(),
             // The key of an account signs requests for tokens, and the tokens are sent.
             secrets: Vec::new(),

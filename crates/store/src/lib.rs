@@ -28,8 +28,8 @@ mod azure;
 mod cachestat;
 pub mod disk;
 mod error;
-#[cfg(feature = "far")]
-mod far;
+#[cfg(feature = "remote")]
+mod remote;
 #[cfg(feature = "gcs")]
 mod gcs;
 pub mod local;
@@ -425,27 +425,27 @@ pub struct Location {
     pub prefix: String,
 }
 
-/// State that the stores of one program share: the devices on which names were claimed, and the client of far storage,
+/// State that the stores of one program share: the devices on which names were claimed, and the client of remote storage,
 /// which the first store that needs it makes.
 #[derive(Default)]
 pub struct Shared {
     claims: Arc<local::Claims>,
-    #[cfg(feature = "far")]
-    far: far::Pool,
+    #[cfg(feature = "remote")]
+    remote: remote::Pool,
 }
 
 #[cfg(feature = "testing")]
 impl Shared {
-    /// Makes the shared state of a test that aborts requests of far storage without progress for `still_max`.
-    #[cfg(feature = "far")]
+    /// Makes the shared state of a test that aborts requests of remote storage without progress for `still_max`.
+    #[cfg(feature = "remote")]
     pub fn impatient(still_max: std::time::Duration) -> Shared {
-        Shared { far: far::Pool::impatient(still_max), ..Shared::default() }
+        Shared { remote: remote::Pool::impatient(still_max), ..Shared::default() }
     }
 
     /// Makes the shared state of a test whose requests all go to a simulated service.
     #[cfg(feature = "s3")]
     pub fn simulated(service: testing::sims3::SimS3) -> Shared {
-        Shared { far: far::Pool::simulated(Arc::new(service)), ..Shared::default() }
+        Shared { remote: remote::Pool::simulated(Arc::new(service)), ..Shared::default() }
     }
 
     /// Makes the shared state of [`simulated`](Shared::simulated) with these parts of objects, and these maximum
@@ -457,7 +457,7 @@ impl Shared {
         reads_max: usize,
         sends_max: usize,
     ) -> Shared {
-        Shared { far: far::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max), ..Shared::default() }
+        Shared { remote: remote::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max), ..Shared::default() }
     }
 
     /// Returns how many stores of this machine's storage use it.

@@ -6,7 +6,7 @@
 //! environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, the profile that
 //! `AWS_PROFILE` names, and the roles of containers and instances.
 
-mod beyond;
+mod extra_api;
 mod credentials;
 mod profile;
 
@@ -16,11 +16,11 @@ use http::HeaderValue;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, Checksum};
 use object_store::{Attribute, Attributes};
 
-use crate::far::{Bucket, FarStore, ListUploads, Renew, is_http, once};
+use crate::remote::{Bucket, RemoteStore, ListUploads, Renew, is_http, once};
 use crate::place::Url;
 use crate::{Error, Kind, Result, Shared, Store};
 
-use beyond::BeyondClient;
+use extra_api::ExtraApiClient;
 use credentials::ProfileCredentials;
 use profile::{Files, Profile};
 
@@ -92,7 +92,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         // The checksum of each part is signed; another pass over its bytes would say nothing more.
         .with_unsigned_payload(true)
         .with_retry(once());
-    FarStore::open(url.usual(), &prefix, shared, &|connector| {
+    RemoteStore::open(url.usual(), &prefix, shared, &|connector| {
         let http = connector.client();
         let mut builder = builder.clone();
         let mut renew = is_fixed.then(|| Arc::new(|_| false) as Renew);
@@ -109,11 +109,11 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         let client = Arc::new(summed.build().map_err(|error| invalid(error.to_string()))?);
         let unsummed = (!is_one_client).then_some(unsummed);
         let place = (service.clone(), bucket.clone());
-        let beyond = BeyondClient::new(Arc::clone(&client), unsummed, http, place, region.clone(), is_payer);
-        let beyond = Arc::new(beyond);
-        let uploads: Arc<dyn ListUploads> = Arc::clone(&beyond) as _;
+        let extra_api = ExtraApiClient::new(Arc::clone(&client), unsummed, http, place, region.clone(), is_payer);
+        let extra_api = Arc::new(extra_api);
+        let uploads: Arc<dyn ListUploads> = Arc::clone(&extra_api) as _;
         let (attributes, secrets, untrusted) = (attributes.clone(), secrets.clone(), untrusted.clone());
-        Ok(Bucket { client, uploads: Some(uploads), beyond: Some(beyond), attributes, secrets, untrusted, renew })
+        Ok(Bucket { client, uploads: Some(uploads), extra_api: Some(extra_api), attributes, secrets, untrusted, renew })
     })
 }
 

@@ -9,7 +9,7 @@ use shardfast_engine::Checkpoint;
 use shardfast_engine::commit;
 use shardfast_engine::locate::{self, Place};
 use shardfast_engine::pins;
-use shardfast_engine::presence::is_there;
+use shardfast_engine::files_exist::is_there;
 use shardfast_engine::reads::ValueRef;
 use shardfast_engine::runs;
 use shardfast_engine::stream::{batches, tensor_bytes};

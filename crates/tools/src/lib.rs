@@ -4,7 +4,7 @@
 //! save is worth its cost, and [`machine`] what this machine offers to saves and loads.
 
 pub mod diff;
-pub mod duplicate;
+pub mod copy;
 pub mod export;
 pub mod inspect;
 pub mod interval;
@@ -15,7 +15,7 @@ pub mod sweep;
 pub mod verify;
 
 pub use diff::{Diff, diff};
-pub use duplicate::{Copied, Copying, FailedStep, Limit, Synced, copy, copy_between, sync};
+pub use copy::{Copied, Copying, FailedStep, Limit, Synced, copy, copy_between, sync};
 pub use export::{Exported, export, export_to};
 pub use inspect::{History, Summary, history, summary};
 pub use machine::{Machine, examine};

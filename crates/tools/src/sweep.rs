@@ -22,7 +22,7 @@ use serde::Serialize;
 pub use shardfast_engine::SAVE_MAX;
 use shardfast_engine::commit;
 use shardfast_engine::contents::{self, Contents, Own};
-use shardfast_engine::presence::is_there;
+use shardfast_engine::files_exist::is_there;
 use shardfast_engine::retention;
 use shardfast_engine::runs;
 use shardfast_format::name::HUGGING_FACE_INDEX;

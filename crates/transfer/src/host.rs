@@ -4,7 +4,7 @@ use shardfast_format::Dims;
 use smallvec::SmallVec;
 
 use crate::blocks::{Blocks, Unproven};
-use crate::copy::{STREAMED_BYTES_MIN, copy, copy_and_look, settle};
+use crate::copy_crc::{STREAMED_BYTES_MIN, copy, copy_and_look, settle};
 use crate::error::{Error, Result};
 
 /// A block in this process's memory.

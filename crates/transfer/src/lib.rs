@@ -7,14 +7,14 @@
 mod accelerators;
 mod blocks;
 pub mod capture;
-mod copy;
+mod copy_crc;
 pub mod cuda;
 pub mod digest;
 pub mod error;
 pub mod host;
 pub mod memory;
 pub mod progress;
-mod proof;
+mod verify_block;
 pub mod provider;
 pub mod reader;
 pub mod sink;

@@ -7,7 +7,7 @@ use shardfast_format::{BLOCK_BYTES, Crc64, crc64};
 use smallvec::SmallVec;
 
 use crate::capture::Capture;
-use crate::copy;
+use crate::copy_crc;
 use crate::digest::Digester;
 use crate::error::{Error, Result};
 

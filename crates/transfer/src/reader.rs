@@ -12,7 +12,7 @@ use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
 use crate::blocks::Unproven;
 use crate::error::{Error, FirstFailure, Kind, Result, retry};
-use crate::proof;
+use crate::verify_block;
 use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
@@ -309,7 +309,7 @@ impl OpenFile {
     ) -> std::result::Result<(), Unproven> {
         let first = ((offset - self.header.data_start) / BLOCK_BYTES) as usize;
         let expected = &self.header.block_crcs[first..first + blocks.len().div_ceil(BLOCK_BYTES as usize)];
-        proof::place(blocks, offset, expected, pieces, sinks)
+        verify_block::place(blocks, offset, expected, pieces, sinks)
     }
 }
 

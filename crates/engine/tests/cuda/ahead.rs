@@ -9,7 +9,7 @@ use shardfast_engine::{
 };
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 use shardfast_multistep::{
-    AdamScalars, Applied, Array, Beside, Bias, Class, Device, Dtype, Dtypes, Figures, OptimizerKind, Pace, Rehearsed,
+    AdamScalars, Applied, Array, DeviceCopies, Bias, Class, Device, Dtype, Dtypes, Figures, OptimizerKind, Pace, Rehearsed,
     Scalars, Unit, Variant, Window,
 };
 use shardfast_optim::{Block, Gradient, Instructions, Step, replay};
@@ -317,8 +317,8 @@ impl Job {
         Job { fake, engine, place, training, dice }
     }
 
-    fn beside(&self, is_waited: bool, pace: Option<Pace>) -> Beside {
-        Beside::new(&self.engine, 0, self.fake.foreign(), is_waited, pace).unwrap()
+    fn beside(&self, is_waited: bool, pace: Option<Pace>) -> DeviceCopies {
+        DeviceCopies::new(&self.engine, 0, self.fake.foreign(), is_waited, pace).unwrap()
     }
 
     fn open(&self, is_waited: bool, pace: Option<Pace>) -> Window {

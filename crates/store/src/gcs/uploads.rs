@@ -8,8 +8,8 @@ use http::{HeaderValue, Method};
 use object_store::client::{HttpClient, HttpRequest, HttpRequestBody};
 use object_store::gcp::GoogleCloudStorage;
 
-use crate::far::ListUploads;
-use crate::far::xml::{self, UploadList, percent_encoded};
+use crate::remote::ListUploads;
+use crate::remote::xml::{self, UploadList, percent_encoded};
 
 /// Name of this service in the client library's errors.
 const SERVICE: &str = "GCS";

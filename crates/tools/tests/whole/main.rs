@@ -2,7 +2,7 @@
 
 mod checkpoints;
 mod diff;
-mod duplicate;
+mod copy;
 mod dying;
 mod export;
 mod inspect;

@@ -14,7 +14,7 @@ use crate::write::{Buffer, Write};
 use crate::{Error, Kind, ObjectWriter, Result};
 
 /// An object that is being sent.
-pub(super) struct FarWriter {
+pub(super) struct RemoteWriter {
     pub(super) place: Arc<Place>,
     pub(super) name: String,
     pub(super) path: Path,
@@ -27,7 +27,7 @@ pub(super) struct FarWriter {
     pub(super) is_finished: bool,
 }
 
-impl FarWriter {
+impl RemoteWriter {
     fn parts(&self) -> MutexGuard<'_, Vec<Option<PartId>>> {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -55,8 +55,8 @@ impl FarWriter {
             }
             Some(upload) => {
                 let put = async {
-                    match crc64.zip(place.bucket.beyond.as_ref()) {
-                        Some((crc64, beyond)) => beyond.put_part(&self.path, upload, part, payload, crc64).await,
+                    match crc64.zip(place.bucket.extra_api.as_ref()) {
+                        Some((crc64, extra_api)) => extra_api.put_part(&self.path, upload, part, payload, crc64).await,
                         None => place.client().put_part(&self.path, upload, part, payload).await,
                     }
                 };
@@ -114,7 +114,7 @@ impl FarWriter {
     }
 }
 
-impl ObjectWriter for FarWriter {
+impl ObjectWriter for RemoteWriter {
     fn storage(&self) -> &dyn Any {
         self
     }
@@ -146,7 +146,7 @@ impl ObjectWriter for FarWriter {
     }
 }
 
-impl Drop for FarWriter {
+impl Drop for RemoteWriter {
     fn drop(&mut self) {
         if self.is_finished {
             return;

@@ -59,8 +59,8 @@ use flow::Flow;
 use network::{Answer, Held, Network};
 pub(crate) use network::{Connector, Pool};
 use pace::Pace;
-use read::FarReader;
-use upload::FarWriter;
+use read::RemoteReader;
+use upload::RemoteWriter;
 
 const MIB: u64 = 1 << 20;
 
@@ -100,7 +100,7 @@ pub(crate) trait ListUploads: Send + Sync {
 
 /// Other operations of a service that the client library does not offer.
 #[async_trait::async_trait]
-pub(crate) trait Beyond: Send + Sync {
+pub(crate) trait ExtraApi: Send + Sync {
     /// Returns the CRC-64/NVME of a whole object that the service keeps.
     async fn kept_crc64(&self, path: &Path) -> object_store::Result<Option<u64>>;
 
@@ -136,7 +136,7 @@ pub(crate) struct Bucket {
     /// Client that the service's own file made.
     pub(crate) client: Arc<dyn Client>,
     pub(crate) uploads: Option<Arc<dyn ListUploads>>,
-    pub(crate) beyond: Option<Arc<dyn Beyond>>,
+    pub(crate) extra_api: Option<Arc<dyn ExtraApi>>,
     /// Attributes of new objects, such as their storage class.
     pub(crate) attributes: Attributes,
     /// Keys and tokens of the configuration, which no error may repeat.
@@ -160,7 +160,7 @@ pub(crate) fn once() -> RetryConfig {
 type Build<'a> = &'a dyn Fn(Connector) -> Result<Bucket>;
 
 /// A prefix of a bucket as a [`Store`].
-pub(crate) struct FarStore {
+pub(crate) struct RemoteStore {
     place: Arc<Place>,
     /// Tokens of names whose publishing ended in doubt: a second try uses the same one.
     doubtful: Mutex<HashMap<String, String>>,
@@ -182,12 +182,12 @@ struct Place {
     reading: Flow,
 }
 
-impl FarStore {
+impl RemoteStore {
     /// Opens the store at `url`, whose objects have this prefix in the bucket that `build` opens.
     pub(crate) fn open(url: String, prefix: &str, shared: &Arc<Shared>, build: Build<'_>) -> Result<Arc<dyn Store>> {
         name::check_dir("open", &url, prefix)?;
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
-        let network = shared.far.network(&url)?;
+        let network = shared.remote.network(&url)?;
         let bucket = build(network.connector())?;
         let (requests, is_admitted) = (Mutex::default(), AtomicBool::new(false));
         let place = Arc::new(Place {
@@ -198,10 +198,10 @@ impl FarStore {
             requests,
             is_admitted,
             pace: Pace::default(),
-            sending: Flow::up_to(shared.far.sends_max),
+            sending: Flow::up_to(shared.remote.sends_max),
             reading: Flow::default(),
         });
-        Ok(Arc::new(FarStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
+        Ok(Arc::new(RemoteStore { place, doubtful: Mutex::default(), shared: Arc::clone(shared) }))
     }
 
     /// Races two requests that create one name if it is absent. Both begin before either ends, since some servers check
@@ -441,16 +441,16 @@ impl Place {
 /// Longest name of an object that all services allow, prefix included, in bytes.
 const KEY_BYTES_MAX: usize = 1024;
 
-impl Store for FarStore {
+impl Store for RemoteStore {
     fn url(&self) -> &str {
         &self.place.url
     }
 
     /// Returns needs that suit the services: parts and requests so long that latency does not matter.
     fn needs(&self) -> Needs {
-        let in_flight = self.shared.far.reads_max;
+        let in_flight = self.shared.remote.reads_max;
         Needs {
-            pieces: Pieces::Parts(self.shared.far.parts),
+            pieces: Pieces::Parts(self.shared.remote.parts),
             reads: ReadNeeds { gap_bytes: MIB, request_bytes: REQUEST_BYTES, in_flight },
             refuses_taken_names: false,
             lists_are_current: true,
@@ -459,7 +459,7 @@ impl Store for FarStore {
 
     fn can_publish(&self) -> Result<()> {
         let Some(name) = &self.place.bucket.untrusted else { return Ok(()) };
-        let trusted = || self.shared.far.trusted.lock().unwrap_or_else(PoisonError::into_inner);
+        let trusted = || self.shared.remote.trusted.lock().unwrap_or_else(PoisonError::into_inner);
         if !trusted().contains(name) {
             self.race()?;
             trusted().insert(name.clone());
@@ -468,7 +468,7 @@ impl Store for FarStore {
     }
 
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
-        let (path, parts) = (self.place.path("create", name)?, self.shared.far.parts);
+        let (path, parts) = (self.place.path("create", name)?, self.shared.remote.parts);
         if bytes > parts.object_bytes_max() {
             let message = format!("expected an object of at most {} bytes, found {bytes}", parts.object_bytes_max());
             return Err(self.place.fail(Kind::Exhausted, "create", name, message));
@@ -485,7 +485,7 @@ impl Store for FarStore {
         };
         let parts = Mutex::new(vec![None; bytes.div_ceil(part_bytes).max(1) as usize]);
         let (place, name) = (Arc::clone(&self.place), name.to_owned());
-        Ok(Box::new(FarWriter { place, name, path, bytes, part_bytes, upload, parts, is_finished: false }))
+        Ok(Box::new(RemoteWriter { place, name, path, bytes, part_bytes, upload, parts, is_finished: false }))
     }
 
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
@@ -502,7 +502,7 @@ impl Store for FarStore {
         }
         let (place, name) = (Arc::clone(place), name.to_owned());
         let (etag, version) = (meta.e_tag, meta.version);
-        Ok((Box::new(FarReader { place, name, path, bytes: meta.size, etag, version }), head))
+        Ok((Box::new(RemoteReader { place, name, path, bytes: meta.size, etag, version }), head))
     }
 
     fn size(&self, name: &str) -> Result<u64> {
@@ -565,7 +565,7 @@ impl Store for FarStore {
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
-        self.place.sending.write_all(writes, &|write| match write.object.storage().downcast_ref::<FarWriter>() {
+        self.place.sending.write_all(writes, &|write| match write.object.storage().downcast_ref::<RemoteWriter>() {
             Some(object) => object.send(write),
             None => write.make().map_err(|error| Box::new((write, error))),
         })
@@ -601,7 +601,7 @@ impl Store for FarStore {
     }
 }
 
-impl Service for FarStore {
+impl Service for RemoteStore {
     fn requests(&self) -> Requests {
         *self.place.requests.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -609,14 +609,14 @@ impl Service for FarStore {
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
         let (place, op) = (&self.place, "checksum");
         let path = place.path(op, name)?;
-        match &place.bucket.beyond {
-            Some(beyond) => place.call_twice(op, name, || beyond.kept_crc64(&path)),
+        match &place.bucket.extra_api {
+            Some(extra_api) => place.call_twice(op, name, || extra_api.kept_crc64(&path)),
             None => Err(place.fail(Kind::Unsupported, op, name, crate::NO_KEPT_CRC)),
         }
     }
 
     fn location(&self) -> Option<Location> {
-        let (service, bucket) = self.place.bucket.beyond.as_ref()?.place();
+        let (service, bucket) = self.place.bucket.extra_api.as_ref()?.place();
         Some(Location { service, bucket, prefix: self.place.prefix.clone() })
     }
 
@@ -624,18 +624,18 @@ impl Service for FarStore {
         let (place, op) = (&self.place, "copy");
         let path = place.path(op, name)?;
         let is_near = self.location().is_some_and(|here| here.service == from.service);
-        let Some(beyond) = place.bucket.beyond.as_ref().filter(|_| is_near) else {
+        let Some(extra_api) = place.bucket.extra_api.as_ref().filter(|_| is_near) else {
             return Err(place.fail(Kind::Unsupported, op, name, crate::NO_COPY));
         };
         let source = format!("{}/{}{source}", from.bucket, from.prefix);
         let attributes = place.bucket.attributes.clone();
         if bytes <= COPIED_BYTES {
-            return place.call(op, name, beyond.copy(&source, &path, &attributes));
+            return place.call(op, name, extra_api.copy(&source, &path, &attributes));
         }
         let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
         let upload = place.call(op, name, place.client().create_multipart_opts(&path, options))?;
         let parts = (0..bytes).step_by(COPIED_BYTES as usize).map(|start| start..bytes.min(start + COPIED_BYTES));
-        let copies = (0..).zip(parts).map(|(number, range)| beyond.copy_part(&source, &path, &upload, number, range));
+        let copies = (0..).zip(parts).map(|(number, range)| extra_api.copy_part(&source, &path, &upload, number, range));
         let copies = stream::iter(copies).buffered(COPIES_AT_A_TIME).try_collect::<Vec<PartId>>();
         let complete = |parts| place.call(op, name, place.client().complete_multipart(&path, &upload, parts));
         let done = place.call(op, name, copies).and_then(complete);

@@ -1,4 +1,4 @@
-//! Provides the HTTP client of far stores: one small runtime and one pool of connections, made with the first of them.
+//! Provides the HTTP client of remote stores: one small runtime and one pool of connections, made with the first of them.
 //!
 //! Every request passes through [`Connections`], the only place that knows the HTTP library. There it is counted, and
 //! aborted when nothing has moved for [`STILL_MAX`], or when its answer is too slow or does not end. The client library
@@ -59,7 +59,7 @@ const THREADS: usize = 2;
 /// Number of idle connections that are kept for each server.
 const IDLE_MAX: usize = 32;
 
-/// State for far storage that the stores of one engine share; empty until the first of them is opened.
+/// State for remote storage that the stores of one engine share; empty until the first of them is opened.
 pub(crate) struct Pool {
     network: OnceLock<std::result::Result<Arc<Network>, String>>,
     /// Endpoints and buckets that passed the test of creating if absent.
@@ -507,7 +507,7 @@ impl Received {
     /// Counts bytes that were received.
     fn take(&mut self, bytes: u64) -> std::result::Result<(), HttpError> {
         self.received += bytes;
-        let beyond = bytes.min(self.received.saturating_sub(self.expected));
+        let extra_api = bytes.min(self.received.saturating_sub(self.expected));
         let mut of_call = 0;
         note(|answer| {
             answer.received += beyond;

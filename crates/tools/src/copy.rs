@@ -35,7 +35,7 @@ use shardfast_engine::Engine;
 use shardfast_engine::checkpoint::{self, Checkpoint};
 use shardfast_engine::commit;
 use shardfast_engine::contents;
-use shardfast_engine::presence;
+use shardfast_engine::files_exist;
 use shardfast_engine::retention;
 use shardfast_format::{COPYING, Commit, FileEntry, Manifest, attempt_of};
 use shardfast_store::{Kind as Stored, Location, ObjectWriter, Pieces, Store};
@@ -371,7 +371,7 @@ impl<'a> Copy<'a> {
         let own = Manifest::decode(&Manifest::under_attempt(self.bytes, &self.attempt)?)?;
         let target = Arc::clone(&self.target);
         let found = self.files(Arc::clone(&manifest));
-        let flawed = presence::flawed(&*target, &commit::files_and_manifest(&manifest, record), self.timeout())?;
+        let flawed = files_exist::flawed(&*target, &commit::files_and_manifest(&manifest, record), self.timeout())?;
         self.copied.was_there = record.attempt != self.attempt;
         let verify = self.how.verify;
         if flawed.contains(&record.manifest) || (verify && commit::manifest_of(&*target, "", record).is_err()) {

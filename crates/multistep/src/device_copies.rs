@@ -40,7 +40,7 @@ impl Pace {
 }
 
 /// The copies of a window on one device.
-pub struct Beside {
+pub struct DeviceCopies {
     blocks: Arc<CopyStream>,
     gradients: Arc<CopyStream>,
     /// `true` if the training overwrites its gradients before the next step, and must wait for their copies.
@@ -79,7 +79,7 @@ impl Round {
     }
 }
 
-impl Beside {
+impl DeviceCopies {
     /// Makes copies from `cuda:<ordinal>`, whose training's stream is `on`. `pace` is the measurement of an earlier
     /// window. The first call for a device may wait for its work.
     ///
@@ -92,11 +92,11 @@ impl Beside {
         on: ForeignStream,
         is_waited: bool,
         pace: Option<Pace>,
-    ) -> Result<Beside> {
+    ) -> Result<DeviceCopies> {
         let devices = engine.accelerators();
         let (blocks, gradients) = (devices.copies_behind(ordinal, on)?, devices.copies_behind(ordinal, on)?);
         blocks.device().prepare_digests()?;
-        Ok(Beside { blocks, gradients, is_waited, times: Mutex::new(Times { pace, rounds: Vec::new() }) })
+        Ok(DeviceCopies { blocks, gradients, is_waited, times: Mutex::new(Times { pace, rounds: Vec::new() }) })
     }
 
     /// Returns the stream that copies parameters and moments.
@@ -136,7 +136,7 @@ impl Beside {
         Ok(())
     }
 
-    /// Waits until the device is where [`Beside::begin`] was called; how many bytes are to be copied then, behind the
+    /// Waits until the device is where [`DeviceCopies::begin`] was called; how many bytes are to be copied then, behind the
     /// gradients.
     pub(super) fn bytes(&self, gradient_bytes: u64) -> Result<u64> {
         let Some(begun) = self.lock().rounds.last().map(|round| Arc::clone(&round.begun)) else { return Ok(0) };

@@ -17,8 +17,8 @@ use object_store::signer::{SignedUrlOptions, Signer};
 use object_store::{Attribute, Attributes, ClientOptions, Error as ClientError, PutPayload};
 use serde::{Deserialize, Serialize};
 
-use crate::far::xml::{self, UploadList, percent_encoded};
-use crate::far::{Beyond, ListUploads};
+use crate::remote::xml::{self, UploadList, percent_encoded};
+use crate::remote::{ExtraApi, ListUploads};
 
 /// Name of this service in the client library's errors.
 const SERVICE: &str = "S3";
@@ -26,7 +26,7 @@ const SERVICE: &str = "S3";
 /// Validity of the signature of a URL, which is not sent.
 const VALID: Duration = Duration::from_secs(15 * 60);
 
-pub(super) struct BeyondClient {
+pub(super) struct ExtraApiClient {
     client: Arc<AmazonS3>,
     /// Builder of the same client without checksums of its own; `None` if one client must do for all.
     unsummed: Option<AmazonS3Builder>,
@@ -38,7 +38,7 @@ pub(super) struct BeyondClient {
     is_payer: bool,
 }
 
-impl BeyondClient {
+impl ExtraApiClient {
     pub(super) fn new(
         client: Arc<AmazonS3>,
         unsummed: Option<AmazonS3Builder>,
@@ -46,9 +46,9 @@ impl BeyondClient {
         place: (String, String),
         region: String,
         is_payer: bool,
-    ) -> BeyondClient {
+    ) -> ExtraApiClient {
         let unsummed = unsummed.map(|builder| builder.with_credentials(Arc::clone(client.credentials())));
-        BeyondClient { client, unsummed, http, place, region, is_payer }
+        ExtraApiClient { client, unsummed, http, place, region, is_payer }
     }
 
     /// Makes a request for an object, or for the bucket if the path is empty. An answer without success is an error
@@ -121,7 +121,7 @@ struct PartMetadata {
 }
 
 #[async_trait::async_trait]
-impl ListUploads for BeyondClient {
+impl ListUploads for ExtraApiClient {
     async fn uploads(&self, prefix: &str) -> object_store::Result<Vec<(String, String, SystemTime)>> {
         let mut list = UploadList::new(SERVICE, prefix);
         loop {
@@ -134,7 +134,7 @@ impl ListUploads for BeyondClient {
 }
 
 #[async_trait::async_trait]
-impl Beyond for BeyondClient {
+impl ExtraApi for ExtraApiClient {
     async fn kept_crc64(&self, path: &Path) -> object_store::Result<Option<u64>> {
         let mode = (HeaderName::from_static("x-amz-checksum-mode"), HeaderValue::from_static("ENABLED"));
         let answer = self.ask(Method::HEAD, path, &[], HeaderMap::from_iter([mode])).await?;

@@ -22,7 +22,7 @@ use crate::place::join;
 use crate::{Error, Kind, ObjectReader, PageCache, Requests, Result};
 
 /// An object as it was when it was opened.
-pub(super) struct FarReader {
+pub(super) struct RemoteReader {
     pub(super) place: Arc<Place>,
     pub(super) name: String,
     pub(super) path: Path,
@@ -31,7 +31,7 @@ pub(super) struct FarReader {
     pub(super) version: Option<String>,
 }
 
-impl ObjectReader for FarReader {
+impl ObjectReader for RemoteReader {
     fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use shardfast_engine::{Memory, Provider, Strided};
 use shardfast_multistep::{
-    Applied, Array, Beside, Captured, Class, Device, Dtype, Dtypes, OptimizerKind, Pace, Rehearsed, Scalars, Unit,
+    Applied, Array, DeviceCopies, Captured, Class, Device, Dtype, Dtypes, OptimizerKind, Pace, Rehearsed, Scalars, Unit,
     Variant,
 };
 use shardfast_transfer::cuda::ForeignStream;
@@ -15,7 +15,7 @@ use shardfast_transfer::cuda::ForeignStream;
 use crate::dlpack::{Dense, Lookup};
 use crate::errors::{invalid, raise};
 use crate::leaves::{Described, Held, PartInRun, Streams};
-use crate::owner::Owner;
+use crate::deferred_decref::Owner;
 use crate::process::Own;
 use crate::session::Session;
 
@@ -72,7 +72,7 @@ impl Window {
         let device = devices.into_iter().next().flatten();
         let on = foreign(device, &streams)?;
         let pace = pace.map(|(bytes_per_ms, room_ms)| Pace { bytes_per_ms, room_ms });
-        let beside = device.zip(on).map(|(device, on)| Beside::new(engine, device, on, is_waited, pace));
+        let beside = device.zip(on).map(|(device, on)| DeviceCopies::new(engine, device, on, is_waited, pace));
         let beside = beside.transpose().map_err(raise)?;
         let unit = |(class, numel, addresses): GivenUnit| {
             let Class { dtypes, .. } =

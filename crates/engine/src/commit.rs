@@ -29,13 +29,13 @@ use shardfast_transfer::progress::{Notes, Progress};
 use shardfast_transfer::timeout::Timeout;
 
 use crate::assemble::assemble;
+use crate::concurrently;
 use crate::contents;
+use crate::files_exist;
 use crate::operation::Operation;
 use crate::planning::ValuePlan;
-use crate::files_exist;
 use crate::receipt::Receipt;
 use crate::state::Destination;
-use crate::concurrently;
 
 /// Longer than any `COMMIT` of this format.
 pub(crate) const COMMIT_BYTES_MAX: u64 = 4096;

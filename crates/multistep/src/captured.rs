@@ -11,7 +11,7 @@ use shardfast_transfer::digest::{Digester, Digests, RUNS_MAX, digest};
 use shardfast_transfer::error::{Error, Result};
 use shardfast_transfer::provider::{Evidence, Fences, Provider, Run};
 
-use super::{Figures, Shared, beside};
+use super::{Figures, Shared, device_copies};
 
 /// Bytes that a [`Window`](super::Window) holds when the save begins. They are returned when this and everything made
 /// from it are dropped.

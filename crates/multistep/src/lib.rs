@@ -15,9 +15,9 @@
 //! A rehearsal finds the [`Variant`] of an optimizer that rounds as this training does: a window of a few samples,
 //! whose gradients are only kept, and to which [`Window::rehearse`] applies every candidate.
 
-mod device_copies;
 mod block;
 mod captured;
+mod device_copies;
 mod samples;
 mod seen;
 #[cfg(test)]
@@ -45,9 +45,9 @@ use shardfast_transfer::error::{Error, Kind, Result};
 use shardfast_transfer::provider::Provider;
 use shardfast_transfer::staging::Staging;
 
-pub use device_copies::{DeviceCopies, Pace};
 use block::Block;
 pub use captured::Captured;
+pub use device_copies::{DeviceCopies, Pace};
 use seen::Seen;
 use work::{Ask, Kept};
 

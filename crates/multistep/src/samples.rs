@@ -8,7 +8,7 @@ use shardfast_transfer::digest::{RUNS_MAX, digest};
 use shardfast_transfer::error::{Error, Result};
 use shardfast_transfer::provider::{Fences, Provider};
 
-use super::{DeviceCopies, Class, Rehearsed, Shared, Unit, beside};
+use super::{Class, DeviceCopies, Rehearsed, Shared, Unit, device_copies};
 
 /// Number of elements at the beginning and at the end of a unit that are replayed. More than the widest vectors and
 /// than one thread of a training steps of a small tensor.

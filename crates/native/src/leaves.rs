@@ -14,10 +14,10 @@ use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafKind, LeafName,
 use shardfast_transfer::cuda::{CopyStream, DeviceMemory, DeviceSink};
 use shardfast_transfer::digest::Digester;
 
-use crate::errors::{invalid, raise};
 use crate::deferred_decref::Owner;
-use crate::parts::{Block, blocks};
+use crate::errors::{invalid, raise};
 use crate::memory_samples::Spots;
+use crate::parts::{Block, blocks};
 use crate::values::{Encoded, Value};
 
 /// Runs from this length on are read by the kernel at nearly the speed of a copy.

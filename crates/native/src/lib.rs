@@ -1,23 +1,23 @@
 //! Binds the engine to Python as `shardfast._native`. It knows no framework, and while the engine works it never calls
 //! Python.
 
-mod multistep;
 mod checkpoint;
 mod command;
+mod deferred_decref;
 mod dlpack;
 mod errors;
 mod hold;
 mod interval;
 mod leaves;
 mod mapped;
+mod memory_samples;
+mod multistep;
 mod outline;
-mod deferred_decref;
 mod parts;
 mod pending;
 mod process;
 mod retention;
 mod session;
-mod memory_samples;
 mod values;
 
 use pyo3::prelude::*;
@@ -33,9 +33,9 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::multistep::Window;
-    #[pymodule_export]
     use crate::checkpoint::{Checkpoint, absolute_url, begin_run, newest, open, step_url};
+    #[pymodule_export]
+    use crate::deferred_decref::interpreter_ends;
     #[pymodule_export]
     use crate::hold::{Hold, Stamp};
     #[pymodule_export]
@@ -45,9 +45,9 @@ mod _native {
     #[pymodule_export]
     use crate::mapped::{Mapped, Part};
     #[pymodule_export]
-    use crate::outline::Outline;
+    use crate::multistep::Window;
     #[pymodule_export]
-    use crate::deferred_decref::interpreter_ends;
+    use crate::outline::Outline;
     #[pymodule_export]
     use crate::pending::{Pending, save};
     #[pymodule_export]

@@ -7,15 +7,15 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use shardfast_engine::{Memory, Provider, Strided};
 use shardfast_multistep::{
-    Applied, Array, DeviceCopies, Captured, Class, Device, Dtype, Dtypes, OptimizerKind, Pace, Rehearsed, Scalars, Unit,
-    Variant,
+    Applied, Array, Captured, Class, Device, DeviceCopies, Dtype, Dtypes, OptimizerKind, Pace, Rehearsed, Scalars,
+    Unit, Variant,
 };
 use shardfast_transfer::cuda::ForeignStream;
 
+use crate::deferred_decref::Owner;
 use crate::dlpack::{Dense, Lookup};
 use crate::errors::{invalid, raise};
 use crate::leaves::{Described, Held, PartInRun, Streams};
-use crate::deferred_decref::Owner;
 use crate::process::Own;
 use crate::session::Session;
 

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use shardfast_engine::{Destination, Error, Prove};
 
-use crate::multistep::Window;
 use crate::errors::{invalid, kind, raise};
 use crate::leaves::{Described, Streams};
+use crate::multistep::Window;
 use crate::process::Own;
 use crate::session::{Session, seconds};
 use crate::values::Value;

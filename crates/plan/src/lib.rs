@@ -19,6 +19,7 @@ mod assembly;
 mod balance;
 mod coverage;
 mod error;
+mod group_small;
 mod index;
 mod levels;
 mod load;
@@ -26,7 +27,6 @@ mod local;
 mod ranks;
 mod save;
 mod share;
-mod group_small;
 mod units;
 mod write;
 

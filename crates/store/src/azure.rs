@@ -9,8 +9,8 @@ use std::sync::Arc;
 use object_store::Attributes;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 
-use crate::remote::{Bucket, RemoteStore, expect_tls, is_http, once, plain};
 use crate::place::Url;
+use crate::remote::{Bucket, RemoteStore, expect_tls, is_http, once, plain};
 use crate::{Error, Kind, Result, Shared, Store};
 
 /// Names of the URL's options.

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use object_store::Attributes;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
-use crate::remote::{Bucket, RemoteStore, expect_tls, is_http, once, plain};
 use crate::place::Url;
+use crate::remote::{Bucket, RemoteStore, expect_tls, is_http, once, plain};
 use crate::{Error, Kind, Result, Shared, Store};
 
 use uploads::Uploads;

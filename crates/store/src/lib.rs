@@ -28,8 +28,6 @@ mod azure;
 mod cachestat;
 pub mod disk;
 mod error;
-#[cfg(feature = "remote")]
-mod remote;
 #[cfg(feature = "gcs")]
 mod gcs;
 pub mod local;
@@ -39,6 +37,8 @@ mod name;
 mod needs;
 mod open;
 mod place;
+#[cfg(feature = "remote")]
+mod remote;
 mod ring;
 #[cfg(feature = "s3")]
 mod s3;
@@ -457,7 +457,10 @@ impl Shared {
         reads_max: usize,
         sends_max: usize,
     ) -> Shared {
-        Shared { remote: remote::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max), ..Shared::default() }
+        Shared {
+            remote: remote::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max),
+            ..Shared::default()
+        }
     }
 
     /// Returns how many stores of this machine's storage use it.

@@ -635,7 +635,8 @@ impl Service for RemoteStore {
         let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
         let upload = place.call(op, name, place.client().create_multipart_opts(&path, options))?;
         let parts = (0..bytes).step_by(COPIED_BYTES as usize).map(|start| start..bytes.min(start + COPIED_BYTES));
-        let copies = (0..).zip(parts).map(|(number, range)| extra_api.copy_part(&source, &path, &upload, number, range));
+        let copies =
+            (0..).zip(parts).map(|(number, range)| extra_api.copy_part(&source, &path, &upload, number, range));
         let copies = stream::iter(copies).buffered(COPIES_AT_A_TIME).try_collect::<Vec<PartId>>();
         let complete = |parts| place.call(op, name, place.client().complete_multipart(&path, &upload, parts));
         let done = place.call(op, name, copies).and_then(complete);

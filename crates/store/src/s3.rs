@@ -6,8 +6,8 @@
 //! environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `AWS_REGION` and so on), web identity, the profile that
 //! `AWS_PROFILE` names, and the roles of containers and instances.
 
-mod extra_api;
 mod credentials;
+mod extra_api;
 mod profile;
 
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use http::HeaderValue;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, Checksum};
 use object_store::{Attribute, Attributes};
 
-use crate::remote::{Bucket, RemoteStore, ListUploads, Renew, is_http, once};
 use crate::place::Url;
+use crate::remote::{Bucket, ListUploads, RemoteStore, Renew, is_http, once};
 use crate::{Error, Kind, Result, Shared, Store};
 
-use extra_api::ExtraApiClient;
 use credentials::ProfileCredentials;
+use extra_api::ExtraApiClient;
 use profile::{Files, Profile};
 
 /// Names of the URL's options.

@@ -3,8 +3,8 @@
 //! Each tool runs in one process, without other ranks. Two of them read no checkpoint: [`interval`] says how often a
 //! save is worth its cost, and [`machine`] what this machine offers to saves and loads.
 
-pub mod diff;
 pub mod copy;
+pub mod diff;
 pub mod export;
 pub mod inspect;
 pub mod interval;
@@ -14,8 +14,8 @@ mod repr;
 pub mod sweep;
 pub mod verify;
 
-pub use diff::{Diff, diff};
 pub use copy::{Copied, Copying, FailedStep, Limit, Synced, copy, copy_between, sync};
+pub use diff::{Diff, diff};
 pub use export::{Exported, export, export_to};
 pub use inspect::{History, Summary, history, summary};
 pub use machine::{Machine, examine};

@@ -14,13 +14,13 @@ pub mod error;
 pub mod host;
 pub mod memory;
 pub mod progress;
-mod verify_block;
 pub mod provider;
 pub mod reader;
 pub mod sink;
 pub mod staging;
 pub mod sums;
 pub mod timeout;
+mod verify_block;
 pub mod writer;
 
 pub use accelerators::Accelerators;

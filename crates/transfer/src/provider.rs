@@ -451,7 +451,7 @@ impl Provider for Memory {
 
     #[allow(unsafe_code)]
     fn fill_blocks(&self, mut at: u64, out: &mut [u8], crcs: &mut [Option<u64>], fences: &mut Fences) -> Result<()> {
-        if !copy::sums_in_passing() {
+        if !copy_crc::sums_in_passing() {
             return self.fill(at, out, fences);
         }
         // Guarded or scattered bytes pass through a buffer that stays in the cache.
@@ -468,10 +468,10 @@ impl Provider for Memory {
             };
             // SAFETY: `from` is ours, or lies inside the block of memory that `Memory::new`'s caller keeps readable and
             // unchanged; what is written is ours alone.
-            *crc = Some(unsafe { copy::copy_and_sum(from, to, bytes) });
+            *crc = Some(unsafe { copy_crc::copy_and_sum(from, to, bytes) });
             at += bytes as u64;
         }
-        copy::settle();
+        copy_crc::settle();
         Ok(())
     }
 
@@ -555,7 +555,7 @@ mod tests {
                         memory.fill_blocks(at as u64, out, &mut crcs, &mut Fences::default()).unwrap();
                         assert!(out == &expected[at..at + bytes], "{view:?} at {at}");
                         for (block, crc) in out.chunks(BLOCK).zip(crcs) {
-                            let summed = copy::sums_in_passing().then(|| shardfast_format::crc64(block));
+                            let summed = copy_crc::sums_in_passing().then(|| shardfast_format::crc64(block));
                             assert_eq!(crc, summed, "{view:?} at {at}");
                         }
                     }

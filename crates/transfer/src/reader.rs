@@ -12,11 +12,11 @@ use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
 use crate::blocks::Unproven;
 use crate::error::{Error, FirstFailure, Kind, Result, retry};
-use crate::verify_block;
 use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
 use crate::timeout::Timeout;
+use crate::verify_block;
 
 use batches::{Announced, Batch, Batches, Planned, Stretches};
 

@@ -9,8 +9,8 @@ use shardfast_engine::{
 };
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
 use shardfast_multistep::{
-    AdamScalars, Applied, Array, DeviceCopies, Bias, Class, Device, Dtype, Dtypes, Figures, OptimizerKind, Pace, Rehearsed,
-    Scalars, Unit, Variant, Window,
+    AdamScalars, Applied, Array, Bias, Class, Device, DeviceCopies, Dtype, Dtypes, Figures, OptimizerKind, Pace,
+    Rehearsed, Scalars, Unit, Variant, Window,
 };
 use shardfast_optim::{Block, Gradient, Instructions, Step, replay};
 use shardfast_transfer::cuda::{CopyStream, DeviceMemory};

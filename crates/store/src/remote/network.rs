@@ -507,7 +507,7 @@ impl Received {
     /// Counts bytes that were received.
     fn take(&mut self, bytes: u64) -> std::result::Result<(), HttpError> {
         self.received += bytes;
-        let extra_api = bytes.min(self.received.saturating_sub(self.expected));
+        let beyond = bytes.min(self.received.saturating_sub(self.expected));
         let mut of_call = 0;
         note(|answer| {
             answer.received += beyond;

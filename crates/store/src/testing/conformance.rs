@@ -297,7 +297,7 @@ fn writes_that_fail_come_back(store: &dyn Store) {
             }
             let Some(number) = self.left.lock().unwrap().pop() else { return Next::End };
             let piece = &self.contents[number * self.piece..(number + 1) * self.piece];
-            let extra_api = if number.is_multiple_of(3) { self.pieces } else { 0 };
+            let beyond = if number.is_multiple_of(3) { self.pieces } else { 0 };
             let buffer = Aligned::new(piece, self.object.alignment());
             self.write(number, (number + beyond) * self.piece, vec![Box::new(buffer)])
         }

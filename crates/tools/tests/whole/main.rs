@@ -1,8 +1,8 @@
 //! The verbs that go through whole checkpoints: verify, diff, export, inspect, locate.
 
 mod checkpoints;
-mod diff;
 mod copy;
+mod diff;
 mod dying;
 mod export;
 mod inspect;

@@ -425,8 +425,8 @@ pub struct Location {
     pub prefix: String,
 }
 
-/// State that the stores of one program share: the devices on which names were claimed, and the client of remote storage,
-/// which the first store that needs it makes.
+/// State that the stores of one program share: the devices on which names were claimed, and the client of remote
+/// storage, which the first store that needs it makes.
 #[derive(Default)]
 pub struct Shared {
     claims: Arc<local::Claims>,

@@ -137,7 +137,7 @@ impl Training {
         }
     }
 
-    fn units(&self, beside: &Beside) -> Vec<Unit> {
+    fn units(&self, beside: &DeviceCopies) -> Vec<Unit> {
         let unit = |(number, tensors): (usize, &[(usize, Vec<u8>); 3])| Unit {
             class: 0,
             numel: tensors[0].1.len() as u64 / 4,

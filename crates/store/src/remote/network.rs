@@ -1,4 +1,4 @@
-//! Provides the HTTP client of remote stores: one small runtime and one pool of connections, made with the first of them.
+//! Provides the HTTP client of remote stores: one small runtime and one pool of connections, made with the first.
 //!
 //! Every request passes through [`Connections`], the only place that knows the HTTP library. There it is counted, and
 //! aborted when nothing has moved for [`STILL_MAX`], or when its answer is too slow or does not end. The client library

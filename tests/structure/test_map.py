@@ -81,15 +81,15 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 
 # Lines that a crate's product may have, comments included: without unit tests and kits for tests.
 CRATE_LINES_MAX = {
-    "native": 3950,  # 3,000 and the walks of CPython's memory
+    "native": 3500,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines
     "cli": 1450,  # 1,400 and rewinds
     "tools": 3750,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints
-    "multistep": 2000,  # 1,800 and the choice of the number of steps
-    "engine": 7650,  # 6,600 and rewinds, rounds through process groups, trials of shared reads, known receipts
+    "multistep": 1950,  # 1,800, rounded up from 1,913
+    "engine": 7250,  # 6,600 and rewinds, attempts that die, calls that meet, ranks that see each other's memory
     "transfer": 5650,  # 5,200 and timeouts of calls, the devices of an engine
     "plan": 3000,  # 2,900, rounded up from 2,984
     "format": 3600,
-    "store": 7700,  # 6,400 and foreign objects in lists, secrets in messages, role chains, trials of disks
+    "store": 7000,  # 6,400 and foreign objects in lists, secrets in messages
     "coord": 4400,  # 4,300, rounded up from 4,358
     "optim": 1900,  # 1,800, rounded up from 1,866
 }

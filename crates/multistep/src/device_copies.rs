@@ -136,8 +136,8 @@ impl DeviceCopies {
         Ok(())
     }
 
-    /// Waits until the device is where [`DeviceCopies::begin`] was called; returns how many bytes are to be copied then,
-    /// behind the gradients.
+    /// Waits until the device is where [`DeviceCopies::begin`] was called; returns how many bytes are to be copied
+    /// then, behind the gradients.
     pub(super) fn bytes(&self, gradient_bytes: u64) -> Result<u64> {
         let Some(begun) = self.lock().rounds.last().map(|round| Arc::clone(&round.begun)) else { return Ok(0) };
         begun.wait()?;

@@ -23,6 +23,7 @@ HELD = [
     "crates/engine/",
     "crates/format/",
     "crates/multistep/",
+    "crates/native/",
     "crates/optim/",
     "crates/plan/",
     "crates/store/",

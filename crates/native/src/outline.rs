@@ -53,7 +53,7 @@ struct Part {
     attributes: Vec<(Py<PyString>, Kind)>,
 }
 
-/// What a walk met, in order. Names are held: nothing else can come to stand at their addresses.
+/// Record of a walk, in order. Names are held: nothing else can come to stand at their addresses.
 #[derive(Default)]
 struct Met {
     lengths: Vec<usize>,
@@ -62,7 +62,7 @@ struct Met {
     links: Vec<Option<usize>>,
 }
 
-/// Where an entry that wraps tensors has one of them.
+/// Place of a tensor inside the entry that wraps it.
 struct Inside {
     /// Names of attributes: the entry's, that of what stands there, and so on to the tensor.
     path: Vec<Py<PyString>>,
@@ -72,7 +72,7 @@ struct Inside {
     layout: Option<(Py<PyString>, Py<PyAny>)>,
 }
 
-/// What one bundle's objects hold.
+/// Contents of one bundle's objects.
 struct Bundle {
     parts: Vec<Part>,
     met: Met,
@@ -157,7 +157,7 @@ impl Outline {
 /// Tensors, their entries, and other entries by bundle.
 type Again<'py> = (Bound<'py, PyList>, Bound<'py, PyList>, Vec<Vec<Bound<'py, PyAny>>>);
 
-/// What all bundles hold now.
+/// Contents of all bundles now.
 #[derive(Default)]
 struct Seen<'py> {
     tensors: Vec<Bound<'py, PyAny>>,
@@ -166,7 +166,7 @@ struct Seen<'py> {
     /// The number of each bundle's tensors.
     lengths: Vec<usize>,
     others: Vec<Vec<Bound<'py, PyAny>>>,
-    /// Addresses.
+    /// Addresses of the parameters.
     parameters: Vec<usize>,
 }
 
@@ -188,7 +188,7 @@ impl Outline {
         Ok(Some(seen))
     }
 
-    /// Where all tensors lie now.
+    /// Returns the places of all tensors now.
     fn places_of(&self, seen: &Seen<'_>) -> PyResult<Places> {
         let (mut places, mut tensors) = (Places::default(), &seen.tensors[..]);
         for (bundle, &length) in self.bundles.iter().zip(&seen.lengths) {
@@ -266,7 +266,7 @@ impl Bundle {
 }
 
 impl Inside {
-    /// What that path leads to now.
+    /// Follows the path from the entry.
     fn new<'py>(
         entry: &Bound<'py, PyAny>,
         path: Vec<Bound<'py, PyString>>,

@@ -70,7 +70,7 @@ impl Value {
         Ok(Value { encoded: Arc::new(walk.out.encoded()) })
     }
 
-    /// The encoding.
+    /// Bytes of the encoding.
     fn encoded<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.encoded.pieces.iter().map(Piece::as_slice).collect::<Vec<_>>().concat())
     }
@@ -215,7 +215,7 @@ enum Step<'py> {
 /// A walk through a value, container by container, that encodes it.
 struct Walk<'a, 'py> {
     lower: Option<&'a Bound<'py, PyAny>>,
-    /// Where it stands, for errors.
+    /// Place in the state, for errors.
     place: &'a str,
     trail: Vec<Step<'py>>,
     /// The containers around the present value.
@@ -531,7 +531,7 @@ impl Spread {
     }
 }
 
-/// What is wrong with the hashes of a dict's keys, if anything. Hashing may run code of the keys' classes.
+/// Returns what is wrong with the hashes of a dict's keys, if anything. Hashing may run code of the keys' classes.
 fn expect_spread(dict: &Bound<'_, PyDict>) -> PyResult<Option<String>> {
     if dict.len() <= EQUAL_HASHES_MAX {
         return Ok(None);

@@ -15,16 +15,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import _native
 from . import adapters as frameworks
-from .ahead import Ahead
-from .capture import Pending, in_flight
-from .description import Describer
+from .capture.in_flight import Pending, in_flight
+from .capture.multistep import Ahead
 from .errors import Corrupt, Error, Invalid
-from .load_plan import LoadPlan, Options, Rename
 from .nesting import call
 from .schedule import Keep, Schedule, noted
 from .session import TIMEOUT_S, current, expect_timeout, met, prepare
-from .state import units_of
-from .stateful import Sharded
+from .state.description import Describer
+from .state.entries import units_of
+from .state.load_plan import LoadPlan, Options, Rename
+from .state.stateful import Sharded
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")

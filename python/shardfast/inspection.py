@@ -9,9 +9,9 @@ from typing import Any
 
 from . import _native, session
 from . import adapters as frameworks
-from .catalog import Adapter, Ints, Refused
 from .errors import Invalid
-from .values import Raising, decode, raise_value
+from .state.catalog import Adapter, Ints, Refused
+from .state.values import Raising, decode, raise_value
 from .verbs import Url, expect_url
 
 

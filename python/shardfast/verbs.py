@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 
 from . import _native
 from . import adapters as frameworks
-from .capture import Pending, in_flight
-from .catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .capture.in_flight import Pending, in_flight
 from .collection import paused
-from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
-from .giving import expect_none_in_use
-from .load_plan import LoadPlan, Options, Rename
-from .matching import Matching
 from .nesting import call
 from .session import TIMEOUT_S, current
-from .sharded import Pieces, pieces_of, selecting
-from .sharded import load as load_pieces
-from .state import walk
+from .state.catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .state.description import Describer
+from .state.entries import walk
+from .state.giving import expect_none_in_use
+from .state.load_plan import LoadPlan, Options, Rename
+from .state.matching import Matching
+from .state.sharded import Pieces, pieces_of, selecting
+from .state.sharded import load as load_pieces
 
 Url = str | os.PathLike[str]
 T = TypeVar("T")

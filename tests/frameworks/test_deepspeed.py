@@ -8,7 +8,7 @@ import shardfast as sf
 import torch
 import torch.distributed as dist
 from deepspeed_jobs import Job, build, deepspeed, differences, said, step
-from shardfast.description import Describer, describe
+from shardfast.state.description import Describer, describe
 
 
 def state_of(engine):

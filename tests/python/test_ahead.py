@@ -18,8 +18,8 @@ import pytest
 import shardfast as sf
 import torch
 from older import IS_OLDER
-from shardfast.adapters.torch_steps import TorchSteps
-from shardfast.capture import in_flight
+from shardfast.adapters.torch.steps import TorchSteps
+from shardfast.capture.in_flight import in_flight
 from test_replay import Lion
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -695,7 +695,7 @@ def test_gradients_of_a_pytorch_without_dlpacks_table(tmp_path, monkeypatch):
 
 def test_steps_are_timed_while_the_training_goes_on():
     # The text is made on any thread, while steps are added.
-    ahead, is_over = sf.ahead.Ahead(2), threading.Event()
+    ahead, is_over = sf.capture.multistep.Ahead(2), threading.Event()
     ahead._stamps.extend(step / 10 for step in range(10))
 
     def train() -> None:

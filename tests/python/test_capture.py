@@ -17,8 +17,8 @@ import shardfast as sf
 import torch
 from layouts import build, held, local, same_bits, train
 from shardfast import _native, session
-from shardfast.capture import in_flight
-from shardfast.description import Describer
+from shardfast.capture.in_flight import in_flight
+from shardfast.state.description import Describer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

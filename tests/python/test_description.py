@@ -10,10 +10,10 @@ import torch
 from layouts import build, train
 from older import TABLE
 from shardfast.adapters import torch as torch_adapter
-from shardfast.adapters import torch_memory
-from shardfast.catalog import Memory
-from shardfast.description import Describer, describe
-from shardfast.parts import native_leaf
+from shardfast.adapters.torch import memory as torch_memory
+from shardfast.state.catalog import Memory
+from shardfast.state.description import Describer, describe
+from shardfast.state.parts import native_leaf
 from torch import nn
 
 

@@ -28,9 +28,9 @@ from layouts import (
 from nets import net
 from nets import step as step_plain
 from shardfast.adapters.torch import TorchAdapter
-from shardfast.catalog import Flat, Part, Region
-from shardfast.description import Describer
-from shardfast.parts import adapter_of
+from shardfast.state.catalog import Flat, Part, Region
+from shardfast.state.description import Describer
+from shardfast.state.parts import adapter_of
 from shardfast.testing import check_tensor
 from torch import nn
 from torch.distributed._shard import sharded_tensor

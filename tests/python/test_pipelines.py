@@ -25,7 +25,7 @@ from layouts import (
     steppers,
 )
 from older import AVERAGED
-from shardfast.description import Describer
+from shardfast.state.description import Describer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 import shardfast as sf
 import torch
-from shardfast.catalog import AliasLeaf, ObjectLeaf, SavedAlias, SavedObject, SavedTensor, TensorLeaf, item_bytes
-from shardfast.description import describe
-from shardfast.load_plan import LoadPlan, Options
-from shardfast.matching import Matching
-from shardfast.state import KEPT_BYTES_MAX, walk
+from shardfast.state.catalog import (
+    AliasLeaf,
+    ObjectLeaf,
+    SavedAlias,
+    SavedObject,
+    SavedTensor,
+    TensorLeaf,
+    item_bytes,
+)
+from shardfast.state.description import describe
+from shardfast.state.entries import KEPT_BYTES_MAX, walk
+from shardfast.state.load_plan import LoadPlan, Options
+from shardfast.state.matching import Matching
 from torch import nn
 
 

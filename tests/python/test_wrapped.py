@@ -8,10 +8,10 @@ import copy
 import pytest
 import shardfast as sf
 import torch
-from shardfast.adapters import torch_wrapped
-from shardfast.adapters.torch_placement import Placed
-from shardfast.catalog import Refused, Region
-from shardfast.description import Describer
+from shardfast.adapters.torch import wrapped as torch_wrapped
+from shardfast.adapters.torch.placement import Placed
+from shardfast.state.catalog import Refused, Region
+from shardfast.state.description import Describer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

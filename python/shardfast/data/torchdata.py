@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from .. import units
-from ..catalog import Refused
-from ..stateful import Stateful, looks_ahead
-from ..units import OWN, REPLICATED, UNITS
+from ..state import units
+from ..state.catalog import Refused
+from ..state.stateful import Stateful, looks_ahead
+from ..state.units import OWN, REPLICATED, UNITS
 from . import prefetch
 from .sampler import DistributedSampler, sampler_of
 

@@ -1,0 +1,302 @@
+"""Captures ahead of a save: what the optimizers step is copied in the steps before it, and rolled forward.
+
+A window opens some steps before a save is due. Between steps blocks of parameters and moments are copied; behind each
+step the gradients that it used are copied, and applied to the blocks. The save finds these bytes on the host, and
+proves that they are those of the tensors. What is not known to have the same bits is captured in one step: see
+``over=`` of :class:`~shardfast.Checkpointer`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from .. import _native
+from .. import adapters as frameworks
+from ..errors import Error, Invalid
+from ..state.catalog import Ints, Refused
+from ..state.entries import BundleEntry, units_of, walk_units
+from .stepping import Steps
+
+_log = logging.getLogger("shardfast")
+
+REHEARSAL_STEPS = 2
+"""Steps that a rehearsal sees before its save: with one, implementations that differ later could agree."""
+
+_REFUTED = "a save found that tensors were changed by something else than steps of the optimizer"
+
+
+def _why(error: Exception) -> str:
+    """An error as a reason: ours says what is wrong by itself."""
+    return str(error) if isinstance(error, (Error, Refused)) else f"{type(error).__name__}: {error}"
+
+
+def _spoken(size: float) -> str:
+    """Bytes for people, with three digits: ``31.5 GB``."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size / 1e3:.3g} kB"
+
+
+@dataclass(eq=False, repr=False)
+class Ahead:
+    """The captures of one checkpointer.
+
+    Args:
+        over: Steps over which a save is captured.
+
+    Attributes:
+        reason: Why saves are captured in one step now; empty if they are not.
+    """
+
+    over: int
+    reason: str = ""
+    _variants: dict[Hashable, tuple[str | None, str]] = field(default_factory=dict)
+    _of: object = None
+    _steps: Sequence[Steps] = ()
+    _window: _native.Window | None = None
+    _is_rehearsal: bool = False
+    _needs_rehearsal: bool = True
+    _classes: Sequence[Hashable] = ()
+    _is_refuted: bool = False
+    _is_waited: bool = False
+    _pace: tuple[float, float] | None = None
+    # Steps between saves, as the last one was followed by; steps to the next save at the last call.
+    _interval: int = 0
+    _left: int = 0
+    # Why a part is captured in one step where the others are not.
+    _rest: str = ""
+    _figures: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=64))
+    _saves: int = 0
+    _stamps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+    def __post_init__(self) -> None:
+        if isinstance(self.over, bool) or not isinstance(self.over, int) or self.over < 1:
+            raise Invalid(f"over={self.over!r}: expected a number of steps of at least 1")
+        self.reason = "over=1 says so" if self.over == 1 else "nothing was rehearsed yet"
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no window is ever opened."""
+        return self.over == 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is being captured ahead of a save now."""
+        return self._window is not None
+
+    @property
+    def steps(self) -> int:
+        """Steps over which the next save is captured: no more than there are between saves."""
+        return min(self.over, self._interval) if self._interval else self.over
+
+    def _step_ms(self) -> float:
+        """Milliseconds of a step of the training; 0 if that is not known."""
+        stamps = list(self._stamps)  # the training adds to it meanwhile
+        lasted = [later - earlier for earlier, later in pairwise(stamps)]
+        return statistics.median(lasted) * 1e3 if lasted else 0.0
+
+    def opens(self, left: int | None) -> bool:
+        """Whether a window opens now, so many steps before the next save that is due."""
+        if self.is_off or left is None:
+            return False
+        is_behind_save, self._left = left >= self._left, left
+        if is_behind_save:
+            self._interval = left
+        if self._window is not None:
+            return False
+        if self.steps == 1:
+            if self._interval == 1:
+                self.reason = "every step is saved"
+            return False
+        return left == self.steps - 1 or (left == REHEARSAL_STEPS and self._needs_rehearsal)
+
+    def open(
+        self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
+    ) -> None:
+        """Opens a window over what the optimizers of the state step.
+
+        ``described`` are the leaves of that state, ``owner`` keeps their memory allocated.
+        """
+        if self._is_refuted:
+            self.reason = _REFUTED
+            return
+        try:
+            self._open(session, described, owner, state, left)
+        except Exception as error:  # the training goes on
+            self.reason = _why(error)
+
+    def _open(
+        self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
+    ) -> None:
+        if self._of is not described or not all(steps.is_current() for steps in self._steps):
+            entries = walk_units(list(units_of(state)), frameworks.active()).entries
+            found = [entry.bundle.steps() for entry in entries if isinstance(entry, BundleEntry)]
+            self._steps, self._of = [steps for steps in found if steps is not None], described
+        known = {unit: self._variants.get(unit[:6]) for steps in self._steps for unit in steps.units}
+        if not known:
+            refused = [steps.reason for steps in self._steps if steps.reason]
+            self.reason = refused[0] if refused else "the state has no optimizer that was stepped"
+            return
+        self._needs_rehearsal = rehearses = None in known.values()
+        if rehearses and left != REHEARSAL_STEPS:
+            self.reason = f"its optimizers are to be rehearsed first, which takes {REHEARSAL_STEPS} steps before a save"
+            return
+        classes: dict[Hashable, int] = {}
+        given: list[tuple[str, str, str, str, bool | None, str | None]] = []
+        units: list[tuple[int, int, Ints]] = []
+        numbers: list[list[int]] = []
+        for steps in self._steps:
+            numbers.append([])
+            for unit in steps.units:
+                kind = unit[:6]
+                variant = self._variants.get(kind, (None, ""))[0]
+                if not rehearses and variant is None:
+                    numbers[-1].append(-1)
+                    continue
+                if kind not in classes:
+                    classes[kind] = len(classes)
+                    given.append((*kind[:5], None if rehearses else variant))
+                numbers[-1].append(len(units))
+                units.append((classes[kind], unit.numel, unit.addresses))
+        if not units:
+            self.reason = next(why for name, why in self._variants.values() if name is None)
+            return
+        for steps, of in zip(self._steps, numbers, strict=True):
+            steps.begin(left, of)
+        streams = self._streams()
+        window = _native.Window(session, described, owner, given, units, streams, self._is_waited, self._pace)
+        window.go_on(streams)
+        self._window, self._is_rehearsal = window, rehearses
+        self._classes = list(classes)
+        if rehearses:
+            self.reason = "its optimizers are being rehearsed"
+        without = [variant[1] for variant in known.values() if variant is not None and variant[0] is None]
+        self._rest = next(iter([*without, *(steps.reason for steps in self._steps if steps.reason)]), "")
+
+    def _streams(self) -> dict[int, int]:
+        """The streams on which the optimizers' devices work now."""
+        return {device: stream for steps in self._steps for device, stream in steps.streams().items()}
+
+    def stepping(self, optimizer: object) -> None:
+        """An optimizer is about to step."""
+        if self._window is None:
+            return
+        try:
+            self._window.stepping(self._streams())
+            for steps in self._steps:
+                steps.stepping(optimizer)
+        except Exception as error:  # the training goes on
+            self.let_go(_why(error))
+
+    def stepped(self, optimizer: object) -> None:
+        """An optimizer has stepped."""
+        window = self._window
+        if window is None:
+            return
+        try:
+            streams = self._streams()
+            for steps in self._steps:
+                applied, scalars = steps.taken(optimizer)
+                if applied:
+                    window.stepped(applied, scalars, steps.place, streams)
+        except Exception as error:  # the training goes on
+            self.let_go(_why(error))
+
+    def let_go(self, reason: str) -> None:
+        """Gives back what is held: the next save is captured in one step."""
+        if self._window is not None:
+            self._window.let_go(reason)
+            self._window, self.reason = None, reason
+
+    def _expect_sound(self) -> None:
+        """Lets go of what is held if a save has found other bits than those that were rolled forward."""
+        if self._is_refuted:
+            self.let_go(_REFUTED)
+
+    def take(self, described: _native.Described) -> _native.Window | None:
+        """What was captured ahead of the save of what is described, which begins now; if anything was."""
+        self._expect_sound()
+        if described is not self._of:
+            self.let_go("the state has other tensors than when its capture began")
+        window, self._window = self._window, None
+        if window is None:
+            return None
+        if not self._is_rehearsal:
+            self.reason = ""
+            return window
+        try:
+            found = window.rehearse(self._streams())
+        except Exception as error:  # the save goes on
+            self.reason = _why(error)
+            return None
+        self._is_waited = self._is_waited or not window.are_gradients_left()
+        for kind, (name, why, is_known) in zip(self._classes, found, strict=True):
+            if is_known:
+                self._variants[kind] = (name, why)
+        unknown = [why for _, why, is_known in found if not is_known]
+        self._needs_rehearsal = bool(unknown)
+        without = [why for name, why, is_known in found if is_known and name is None]
+        if unknown or len(without) == len(found):
+            self.reason = [*unknown, *without][0]
+        else:
+            self.reason = ""
+        if without:
+            _log.info("captured in one step: %s", without[0])
+        return None
+
+    @staticmethod
+    def waited_in(window: _native.Window) -> float:
+        """Seconds that the training is known to have waited for copies in that window."""
+        figures = json.loads(window.figures())
+        return float(figures["wait_ms"] + figures["gradient_ms"]) / 1e3
+
+    def ended(self, window: _native.Window, of: dict[str, Any], *, is_committed: bool) -> None:
+        """A save with what was captured ahead has ended, and did this."""
+        figures = {name: float(figure) for name, figure in of.items() if name != "reason"}
+        self._pace = window.pace() or self._pace
+        self._is_refuted = self._is_refuted or window.is_refuted()
+        if self._is_refuted:
+            self.reason = _REFUTED
+        elif is_committed and figures["held_bytes"]:
+            self._saves += 1
+            self._figures.append(figures)
+            self._rest = window.reason() or self._rest
+        elif is_committed:
+            self.reason = window.reason() or "nothing was copied in time"
+
+    def figures(self) -> dict[str, float]:
+        """Of the last saves with what was captured ahead, for each figure the median; nothing without such a save."""
+        names = self._figures[0] if self._figures else {}
+        return {name: statistics.median(one[name] for one in self._figures) for name in names}
+
+    def passed(self) -> None:
+        """A step of the training is over: copies go on."""
+        self._stamps.append(time.monotonic())
+        self._expect_sound()
+        if self._window is None:
+            return
+        try:
+            self._window.go_on(self._streams())
+        except Exception as error:  # the training goes on
+            self.let_go(_why(error))
+
+    def __str__(self) -> str:
+        now = f"in one step, because {self.reason}" if self.reason else ""
+        if not self._figures:
+            return now or f"over {self.steps} steps from now on"
+        of, step_ms = self.figures(), self._step_ms()
+        copying = f"copying takes {of['copy_ms'] / step_ms:.1f}; " if step_ms else ""
+        rest = f"; the rest in one step, because {self._rest}" if self._rest else ""
+        return (
+            f"over {of['steps']:.0f} steps: {copying}{_spoken(of['held_bytes'])} replayed and proven in each of "
+            f"{self._saves} {'save' if self._saves == 1 else 'saves'}{rest}{'; now ' if now else ''}{now}"
+        )

@@ -18,11 +18,9 @@ from .nesting import call
 from .session import TIMEOUT_S, current
 from .state.catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .state.description import Describer
-from .state.entries import walk
-from .state.giving import expect_none_in_use
+from .state.entries import Walked, in_use, walk
 from .state.load_plan import LoadPlan, Options, Rename
-from .state.matching import Matching
-from .state.sharded import Pieces, pieces_of, selecting
+from .state.match import Match
 from .state.sharded import load as load_pieces
 
 Url = str | os.PathLike[str]
@@ -320,10 +318,11 @@ def plan_load(
         session, lambda: (Options(strict, rename, cast, patterns(only), per_rank), expect_url(url)), timeout_s
     )
     checkpoint = _native.open(session, place, timeout_s=timeout_s)
-    matching = _matched(session, checkpoint, state, options, timeout_s, dry=True)
-    for name, number in checkpoint.plan(matching.forecast_wants(), matching.value_wants()).items():
-        setattr(matching.plan, name, number)
-    return matching.plan
+    match = _matched(session, checkpoint, state, options, timeout_s, dry=True)
+    forecast = match.installation.forecast()
+    for name, number in checkpoint.plan(forecast.wants, forecast.values).items():
+        setattr(match.plan, name, number)
+    return match.plan
 
 
 @paused
@@ -341,20 +340,20 @@ def fill(
     ``peer_reads`` is ``"always"`` if one rank reads the bytes that several ranks want, ``"never"`` if each reads for
     itself, else the engine decides by where the storage is.
     """
-    matching = _matched(session, checkpoint, state, options, timeout_s)
-    matching.plan.expect_no_problems()
+    match = _matched(session, checkpoint, state, options, timeout_s)
+    match.plan.expect_no_problems()
     in_flight.staged()
     in_flight.let_go("a checkpoint was loaded since")
-    wants = prepared(session, matching.bind, timeout_s)
-    streams = _streams(matching.devices)
-    encoded, traffic = checkpoint.load(wants, matching.value_wants(), timeout_s, streams, peer_reads)
-    matching.plan.add(traffic)
+    installation = match.installation
+    bound = prepared(session, installation.bind, timeout_s)
+    encoded, traffic = checkpoint.load(bound.wants, bound.values, timeout_s, _streams(bound.devices), peer_reads)
+    match.plan.add(traffic)
     # Each rank makes its values alone: an error of one fails all, before any rank has changed.
-    prepared(session, lambda: matching.make(encoded), timeout_s)
+    prepared(session, lambda: installation.make(encoded), timeout_s)
     checkpoint.agree([], [], timeout_s)
-    prepared(session, matching.install, timeout_s)
+    prepared(session, installation.install, timeout_s)
     checkpoint.agree([], [], timeout_s)
-    return matching.plan
+    return match.plan
 
 
 def _matched(
@@ -364,36 +363,18 @@ def _matched(
     options: Options,
     timeout_s: float,
     dry: bool = False,
-) -> Matching:
+) -> Match:
     info = checkpoint.info()
-    plan = LoadPlan(checkpoint.url, info["step"])
     saved = [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())]
-    walked, of_pieces = prepared(session, lambda: walk(state), timeout_s), Pieces()
-    in_use = expect_none_in_use(walked.entries, options.selects)
-    if pieces_of(saved):
-        options = selecting(options, saved)
-        alone = functools.partial(prepared, session, timeout_s=timeout_s)
-        walked, of_pieces = load_pieces(checkpoint, walked, saved, options, timeout_s, dry, alone)
-
-    def prepare() -> Matching:
-        return Matching(
-            walked,
-            saved,
-            plan,
-            options,
-            rank=session.rank,
-            world=session.world,
-            saved_world=info["world"],
-            dry=dry,
-        )
-
-    matching = prepared(session, prepare, timeout_s)
-    matching.take(of_pieces.made, [*of_pieces.problems, *in_use])
-    for traffic in of_pieces.traffic:
-        plan.add(traffic)
-    untouched, problems = checkpoint.agree(sorted(matching.touched), matching.own_problems(), timeout_s)
-    matching.conclude(untouched, problems)
-    return matching
+    alone = functools.partial(prepared, session, timeout_s=timeout_s)
+    walked: Walked = alone(lambda: walk(state))
+    problems = in_use(walked.entries, options.selects)
+    pieces = load_pieces(checkpoint, walked, saved, options, timeout_s, dry, alone)
+    pieces.problems += problems
+    ranks = {"rank": session.rank, "world": session.world, "saved_world": info["world"]}
+    match: Match = alone(lambda: Match(pieces, saved, url=checkpoint.url, step=info["step"], **ranks, dry=dry))
+    match.conclude(*checkpoint.agree(*match.findings(), timeout_s))
+    return match
 
 
 def prepared(session: _native.Session, prepare: Callable[[], T], timeout_s: float) -> T:

@@ -140,7 +140,7 @@ class ShardedEntry:
         return f"{self.name}{PIECE}{self.sharded.index}"
 
     def merged(self, shared: list[Any]) -> list[Any]:
-        """What each piece shares, where the object knows how different pieces become one."""
+        """Merges what each piece shares, where the object knows how different pieces become one."""
         merge = getattr(self.stateful, "merged", None)
         return shared if merge is None else merge(shared)
 
@@ -177,7 +177,7 @@ class Unit:
     place: str
 
     def put(self, value: object) -> None:
-        """Replaces it."""
+        """Replaces the value in its container."""
         self.container[self.step] = value
 
     @functools.cached_property
@@ -233,7 +233,7 @@ def walk(state: object) -> Walked:
 
 
 def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
-    """As :func:`walk`, of a state's units."""
+    """Walks a state's units as :func:`walk` does."""
     modules: dict[int, Bundle] = {}
     named = _Named({}, {}, frozenset(id(changed) for unit in units for changed in _objects_of(unit.value)))
     owners = [_owner(unit.value, adapters) for unit in units]
@@ -259,7 +259,7 @@ def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
 
 
 def _objects_of(value: object) -> Iterator[object]:
-    """What stands at a key, and the items of a list there."""
+    """Yields what stands at a key, and the items of a list there."""
     value = value.value if isinstance(value, (PerRank, Sharded)) else value
     yield value
     yield from value if isinstance(value, (list, tuple)) else ()
@@ -313,6 +313,18 @@ def units_of(state: object) -> Iterator[Unit]:
                 yield Unit(key, name, item, value, name, f"{key}.{name}")
         else:
             yield Unit(key, None, value, state, key, key)
+
+
+def in_use(entries: Sequence[Entry], selects: Callable[[str], bool]) -> list[str]:
+    """Lists the data loaders with which the program would go on at the old position after a load."""
+    problems = []
+    for entry in entries:
+        if isinstance(entry, (ValueEntry, ShardedEntry)) and selects(f"{entry.key}/{entry.name}"):
+            try:
+                frameworks.expect_unused(entry.stateful)
+            except Refused as refused:
+                problems.append(f"{entry.key}/{entry.name}: {refused}")
+    return problems
 
 
 def expect_text(name: str, place: str) -> None:

@@ -27,7 +27,7 @@ Alone = Callable[[Callable[[], Any]], Any]
 
 
 class Made(NamedTuple):
-    """What a load gives to a piece that was saved as others.
+    """Value that a load gives to a piece that was saved as others.
 
     Attributes:
         entry: The piece.
@@ -45,11 +45,15 @@ class Pieces:
     """The values in pieces of a load.
 
     Attributes:
+        walked: The state, with its own pieces under their saved names.
+        options: The options of the load; a value in pieces that ``only`` names means all of its pieces.
         made: Those that were saved in other pieces.
         problems: What prevents the load, the same on every rank.
         traffic: What each read moved that was made for them.
     """
 
+    walked: Walked
+    options: Options
     made: list[Made] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     traffic: list[Mapping[str, int]] = field(default_factory=list)
@@ -158,12 +162,6 @@ def pieces_of(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], dict[int, Sav
     return found
 
 
-def selecting(options: Options, saved: Sequence[SavedLeaf]) -> Options:
-    """The options of a load; a value in pieces that ``only`` names means all of its pieces."""
-    known = {"/".join(name) for name in pieces_of(saved)}
-    return replace(options, only=tuple(f"{one}{PIECE}*" if one in known else one for one in options.only))
-
-
 def load(
     checkpoint: _native.Checkpoint,
     walked: Walked,
@@ -172,24 +170,28 @@ def load(
     timeout_s: float,
     dry: bool,
     alone: Alone,
-) -> tuple[Walked, Pieces]:
-    """The state with its own pieces under their saved names, and those that are made of others.
+) -> Pieces:
+    """Finds the values in pieces, and makes those that were saved in other pieces.
 
-    Every rank of the session calls it if :func:`pieces_of` finds some. With ``dry`` nothing is read. ``alone`` calls a
-    function in which no rank waits for another; its failure fails all ranks.
+    Every rank of the session calls it. With ``dry`` nothing is read. ``alone`` calls a function in which no rank waits
+    for another; its failure fails all ranks.
     """
     known = pieces_of(saved)
+    if not known:
+        return Pieces(walked, options)
+    names = {"/".join(name) for name in known}
+    options = replace(options, only=tuple(f"{one}{PIECE}*" if one in names else one for one in options.only))
     entries = [one for one in walked.entries if isinstance(one, ShardedEntry)]
     chosen = [one for one in entries if options.selects(f"{one.key}/{one.leaf}")]
-    found = Pieces(problems=_disagreements(checkpoint, chosen, timeout_s))
+    found = Pieces(walked, options, problems=_disagreements(checkpoint, chosen, timeout_s))
     dealt: list[_Dealt] = []
     kept: list[Entry] = []
     for entry in walked.entries:
         there = known.get((entry.key, entry.name), {}) if isinstance(entry, ShardedEntry) else {}
         if isinstance(entry, ShardedEntry) and entry in chosen and there and len(there) != entry.sharded.count:
             pieces = [there[number] for number in sorted(there)]
-            names = tuple(f"{piece.name}." for piece in pieces)
-            below = [one.index for one in saved if one.key == entry.key and one.name.startswith(names)]
+            prefixes = tuple(f"{piece.name}." for piece in pieces)
+            below = [one.index for one in saved if one.key == entry.key and one.name.startswith(prefixes)]
             dealt.append(_Dealt(entry, pieces, below))
         else:
             kept.append(as_value(entry) if isinstance(entry, ShardedEntry) else entry)
@@ -197,7 +199,8 @@ def load(
         found.made = [Made(one.entry, _leaves(one)) for one in dealt]
     else:
         found.made = _deal(checkpoint, dealt, walked.adapters, saved, found, timeout_s, options, alone)
-    return Walked(kept, walked.adapters), found
+    found.walked = Walked(kept, walked.adapters)
+    return found
 
 
 def as_value(entry: ShardedEntry) -> ValueEntry:
@@ -210,7 +213,7 @@ def _leaves(one: _Dealt) -> list[int]:
 
 
 def _disagreements(checkpoint: _native.Checkpoint, entries: Sequence[ShardedEntry], timeout_s: float) -> list[str]:
-    """What is wrong with the ranks' pieces together: each index below the count is some rank's."""
+    """Lists what is wrong with the ranks' pieces together: each index below the count is some rank's."""
     said = [f"{one.key}/{one.name}\n{one.sharded.index}\n{one.sharded.count}" for one in entries]
     _, told = checkpoint.agree([], said, timeout_s)
     counts: dict[str, dict[int, set[int]]] = {}
@@ -241,7 +244,7 @@ def _deal(
     options: Options,
     alone: Alone,
 ) -> list[Made]:
-    """What this rank gets of pieces that were saved as others; adds to ``found`` what prevents it and what was read."""
+    """Makes this rank's share of pieces that were saved as others; adds what prevents it and reads to ``found``."""
     problems = found.problems
     tensors: dict[tuple[str, str], Any] = {}
 

@@ -1,123 +1,103 @@
-"""Which saved leaf goes where in a state: matched by name, checked, bound to memory, installed.
+"""Finds which saved leaf fills what of a state, and what prevents a load.
 
-Everything is matched and checked before memory is written, so that one error lists every problem. The engine fills
-tensors in place. Values are made and installed last, once all bytes are there and verified.
+Everything is matched and checked before memory is written, so that one error lists every problem.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import Corrupt, Error, Invalid
+from ..errors import Corrupt, Invalid
 from .catalog import Adapter, Box, Destination, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .entries import BundleEntry, Put, ShardedEntry, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
-from .giving import given, installed
-from .load_plan import LoadPlan, Options, by_ranks, moved
+from .install import Installation, Received, Value, filling
+from .load_plan import LoadPlan, Options, Rename, by_ranks, moved
 from .masters import EXACT, Masters
 from .overlaps import overlaps, written
 from .padding import differ_by_padding, other_padding, said
 from .parts import Parts, adapter_of, pieces_of, shared_as_saved
-from .sharded import Made, as_value
-from .stateful import Stateful
-from .values import Raising, Trail, decode, dotted, raise_value, reason, tensors_in
+from .sharded import Pieces, as_value
+from .values import dotted, tensors_in
 from .wants import Want, referred
-
-_log = logging.getLogger("shardfast")
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value to make from saved copies."""
-
-    leaf: SavedObject
-    name: str
-    copies: list[int]
-    place: str
-    receive: Put
-    current: dict[Trail, tuple[Adapter, Any]]
-    """Tensors in the present value that may be filled, by their trails."""
-
-    merges: bool
-
 
 _Found = tuple[object, "Want | None", "Box | None"]
 """What may be written: a name, or the number of a value and a trail in it; the want of a leaf; its memory."""
 
 
-@dataclass(frozen=True)
-class _Received:
-    """A module or optimizer, and what is loaded for it.
+class _Names:
+    """Names here of what a checkpoint holds, by ``rename``."""
+
+    def __init__(self, saved: Sequence[SavedLeaf], rename: Rename | None) -> None:
+        self._rename = rename
+        self._keys_of: dict[str, list[str]] = {}
+        for leaf in saved if rename is not None else ():
+            self._keys_of.setdefault(leaf.name, []).append(leaf.key)
+
+    def renamed(self, name: str) -> str:
+        """Returns the name here of a leaf ``key/name``."""
+        rename = self._rename
+        if rename is None:
+            return name
+        new = rename(name) if callable(rename) else rename.get(name, name)
+        if not isinstance(new, str) or "/" not in new:
+            raise Invalid(f"rename: {name!r} becomes {new!r}: expected a name of the form key/name")
+        return new
+
+    def present(self, entry: BundleEntry) -> Callable[[str], str]:
+        """Returns the renaming of parameters inside a bundle's values: optimizers follow renamed parameters."""
+
+        def present(fqn: str) -> str:
+            for key in self._keys_of.get(fqn, ()):
+                new_key, _, new = self.renamed(f"{key}/{fqn}").partition("/")
+                if new in entry.owned.get(new_key, ()):
+                    return new
+            return fqn
+
+        return present
+
+
+class Match:
+    """A state matched with the leaves of a checkpoint, on this rank. Neither is changed.
 
     Attributes:
-        created: Tensors that were made for it, by leaf name.
-        values: Its loaded values, likewise.
-        absent: Leaves that it has and the checkpoint does not, which it drops.
-        decisive: Of values that merge the number of copies that decide, by leaf name.
-    """
-
-    entry: BundleEntry
-    created: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, object] = field(default_factory=dict)
-    absent: list[str] = field(default_factory=list)
-    decisive: dict[str, int] = field(default_factory=dict)
-
-
-class Matching:
-    """A state matched with the leaves of a checkpoint. Neither is changed before :meth:`install`.
-
-    Attributes:
-        plan: What was found.
-        touched: Indices of the saved leaves that have a place in this rank's state.
+        plan: Findings for the user.
+        installation: Everything that the load fills, makes and installs.
     """
 
     def __init__(
         self,
-        walked: Walked,
+        pieces: Pieces,
         saved: Sequence[SavedLeaf],
-        plan: LoadPlan,
-        options: Options,
         *,
+        url: str,
+        step: int | None,
         rank: int,
         world: int,
         saved_world: int,
         dry: bool = False,
     ) -> None:
-        self.plan = plan
-        self.touched: set[int] = set()
-        self._options = options
+        walked, options = pieces.walked, pieces.options
+        self.plan = LoadPlan(url, step)
+        self._touched: set[int] = set()
         self._adapters = walked.adapters
         self._rank, self._world, self._saved_world, self._dry = rank, world, saved_world, dry
         self._saved = {(leaf.key, leaf.name): leaf for leaf in saved}
-        self._keys_of: dict[str, list[str]] = {}
-        for leaf in saved if options.rename is not None else ():
-            self._keys_of.setdefault(leaf.name, []).append(leaf.key)
+        self._names = _Names(saved, options.rename)
         self._referred: dict[tuple[str, str], list[SavedLeaf]] = referred(saved)
-        self._ours = self._renamed(saved, walked)
+        self._ours = self._renamed(saved, walked, options.rename)
         known = {name for key, below in self._ours for name in (key, f"{key}/{below}")}
         self._options = options = dataclasses.replace(options, exact=frozenset(known.intersection(options.only)))
         bundles = [entry for entry in walked.entries if isinstance(entry, BundleEntry)]
         self._masters = Masters(saved, self._ours, bundles, options.selects)
-        self._wants: list[Want] = []
-        self.devices = set[int]()
-        self._values: list[_Value] = []
+        self.installation = Installation(self.plan, options, walked.adapters)
         self._filled: dict[Hashable, tuple[int, str]] = {}
         self._bound: dict[int, Any] = {}
-        self._loaded: dict[tuple[str, str], Any] = {}
-        self._bundles: list[_Received] = []
-        self._finish: list[tuple[str, Callable[[], None]]] = []
-        self._finish_last: list[tuple[str, Callable[[], None]]] = []
         self._left: list[str] = []
         self._shared: set[object] = set()
-        self._install: list[Callable[[], None]] = []
-        self._install_last: list[Callable[[], None]] = []
-        self._made: list[Made] = []
         self._texts = set[str]()  # how tensors are laid out here
-        self._owners: list[object] = []
         # Optimizers last: their state may be what stands elsewhere.
         for entry in sorted(walked.entries, key=lambda entry: isinstance(entry, BundleEntry) and bool(entry.owned)):
             if isinstance(entry, TensorEntry):
@@ -131,42 +111,27 @@ class Matching:
             else:
                 self._bundle(entry)
         self._apart()
-        self.plan.problems += options.asked(self._values, moved(saved, self._texts) if world == saved_world else "")
+        self.plan.problems += options.asked(
+            self.installation.values, moved(saved, self._texts) if world == saved_world else ""
+        )
         for pattern in options.only:
             chosen = Options(only=(pattern,), exact=options.exact)
             if not any(chosen.selects(f"{key}/{name}") for key, name in self._ours):
                 self.plan.problems.append(f"only: {pattern!r} selects nothing that is in the checkpoint")
+        self._take(pieces)
+        self.installation.warning = self._masters.warning() if self._masters.rounded and rank == 0 else ""
 
     # Names
 
-    def _rename(self, name: str) -> str:
-        rename = self._options.rename
+    def _renamed(
+        self, saved: Sequence[SavedLeaf], walked: Walked, rename: Rename | None
+    ) -> dict[tuple[str, str], SavedLeaf]:
+        """Returns the saved leaves by their names in this state."""
         if rename is None:
-            return name
-        new = rename(name) if callable(rename) else rename.get(name, name)
-        if not isinstance(new, str) or "/" not in new:
-            raise Invalid(f"rename: {name!r} becomes {new!r}: expected a name of the form key/name")
-        return new
-
-    def _parameter(self, entry: BundleEntry) -> Callable[[str], str]:
-        """The present name of a saved parameter inside a bundle's values: optimizers follow renamed parameters."""
-
-        def present(fqn: str) -> str:
-            for key in self._keys_of.get(fqn, ()):
-                new_key, _, new = self._rename(f"{key}/{fqn}").partition("/")
-                if new in entry.owned.get(new_key, ()):
-                    return new
-            return fqn
-
-        return present
-
-    def _renamed(self, saved: Sequence[SavedLeaf], walked: Walked) -> dict[tuple[str, str], SavedLeaf]:
-        """The saved leaves by their names in this state."""
-        if self._options.rename is None:
             return dict(self._saved)
-        if isinstance(self._options.rename, Mapping):
+        if isinstance(rename, Mapping):
             known = {f"{leaf.key}/{leaf.name}" for leaf in saved}
-            unknown = [name for name in self._options.rename if name not in known]
+            unknown = [name for name in rename if name not in known]
             self.plan.problems += [f"rename: the checkpoint has no leaf {name}" for name in unknown]
         bundles: dict[str, list[BundleEntry]] = {}
         for entry in walked.entries:
@@ -175,10 +140,10 @@ class Matching:
         ours: dict[tuple[str, str], SavedLeaf] = {}
         for leaf in saved:
             old = f"{leaf.key}/{leaf.name}"
-            new = self._rename(old)
+            new = self._names.renamed(old)
             for entry in bundles.get(leaf.key, ()) if new == old else ():
                 if leaf.name.startswith(entry.prefix):
-                    below = entry.bundle.renamed(leaf.name.removeprefix(entry.prefix), self._parameter(entry))
+                    below = entry.bundle.renamed(leaf.name.removeprefix(entry.prefix), self._names.present(entry))
                     new = f"{leaf.key}/{entry.prefix}{below}"
             key, _, name = new.partition("/")
             other = ours.setdefault((key, name), leaf)
@@ -201,12 +166,12 @@ class Matching:
 
     def _tensor_of(self, leaf: SavedLeaf) -> SavedTensor | None:
         """The tensor leaf that a leaf is or refers to; marks it as touched."""
-        self.touched.add(leaf.index)
+        self._touched.add(leaf.index)
         if isinstance(leaf, SavedAlias):
             target = self._saved.get((leaf.of_key, leaf.of_name))
             if not isinstance(target, SavedTensor):
                 raise Corrupt(f"{leaf.key}/{leaf.name} is an alias of {leaf.of_key}/{leaf.of_name}, which is no tensor")
-            self.touched.add(target.index)
+            self._touched.add(target.index)
             return target
         return leaf if isinstance(leaf, SavedTensor) else None
 
@@ -225,22 +190,8 @@ class Matching:
             return
 
         # Not self, which would then refer to itself and keep the state alive.
-        shared, number = self._shared, len(self._values)
-
-        def receive(value: object) -> None:
-            if value is tensor:  # filled already
-                return
-            try:
-                if put is None or isinstance(adapter, Parts) or (number, ()) not in shared:
-                    adapter.fill(tensor, value)
-                else:
-                    layout = adapter.layout(tensor)
-                    own = adapter.allocate(layout.dtype, layout.shape)
-                    adapter.fill(own, value)
-                    put(own)
-            except Refused as refused:
-                raise Invalid(f"{place}: {refused}") from refused
-
+        is_shared = functools.partial(self._shared.__contains__, (len(self.installation.values), ()))
+        receive = filling(adapter, tensor, put, place, is_shared)
         self._value(leaf, place, receive, tensor if put is not None else None)
 
     def _fill(self, saved: SavedTensor, adapter: Adapter | Parts, tensor: Any, key: str, below: str) -> None:
@@ -256,7 +207,7 @@ class Matching:
         except Refused as refused:
             self.plan.problems.append(f"{name}: {refused}")
             return
-        self.touched.add(saved.index)
+        self._touched.add(saved.index)
         if chosen.note and chosen.note not in self.plan.masters:
             self.plan.masters.append(chosen.note)
         layout = destination.layout
@@ -278,7 +229,9 @@ class Matching:
         index, other = self._filled.setdefault(destination.identity, (saved.index, name))
         if other == name:
             self._bound.setdefault(index, tensor)
-            self._wants.append(Want(saved, adapter, tensor, destination, name, self._padded(saved, destination, name)))
+            self.installation.wants.append(
+                Want(saved, adapter, tensor, destination, name, self._padded(saved, destination, name))
+            )
         elif index != saved.index:
             is_of_one_key = name.partition("/")[0] == other.partition("/")[0]
             if self._options.strict or not is_of_one_key:
@@ -308,12 +261,7 @@ class Matching:
             self._explain_tree(entry.key, entry.name)
             return
 
-        # Not self, which would then refer to itself and keep the state alive.
-        install, install_last = self._install, self._install_last
-
-        def receive(value: object) -> None:
-            (install_last if isinstance(entry.stateful, Stateful) else install).append(given(entry, value))
-
+        receive = functools.partial(self.installation.installs.give, entry)
         saved = self._tensor_of(leaf)
         if saved is not None:
             receive_tensor = self._allocate(saved, f"{entry.key}/{entry.name}")
@@ -376,7 +324,7 @@ class Matching:
             return
         self.plan.values.append(name)
         now = {trail: (adapter, tensor) for trail, adapter, tensor in tensors_in(current, self._adapters)}
-        self._values.append(_Value(leaf, name, copies, place, receive, now, merged is not None))
+        self.installation.values.append(Value(leaf, name, copies, place, receive, now, merged is not None))
 
     def _apart(self) -> None:
         """Sees to it that no element is written twice; then adds the wants of the tensors below values.
@@ -384,10 +332,10 @@ class Matching:
         A load fills a tensor inside a value in place if no other destination shares its memory; else it makes a new
         one.
         """
-        own: list[_Found] = [(want.place, want, want.adapter.written(want.tensor)) for want in self._wants]
+        own: list[_Found] = [(want.place, want, want.adapter.written(want.tensor)) for want in self.installation.wants]
         inside: list[_Found] = [
             ((number, trail), None, written(adapter, tensor))
-            for number, value in enumerate(self._values)
+            for number, value in enumerate(self.installation.values)
             for trail, (adapter, tensor) in value.current.items()
         ]
         found = [one for one in (*own, *inside) if one[2] is not None]
@@ -397,7 +345,7 @@ class Matching:
             if one[1] is not None and other[1] is not None:
                 self._overlap(one[1], other[1])
             shared.update(name for name, want, _ in (one, other) if want is None)
-        for number, value in enumerate(self._values):
+        for number, value in enumerate(self.installation.values):
             now = {trail: there for trail, there in value.current.items() if (number, trail) not in shared}
             value.current.clear()
             value.current.update(now)
@@ -422,8 +370,8 @@ class Matching:
         """Loads elsewhere what is saved for a lazy view, and compares it once the leaf below is filled."""
         staging = adapter.allocate(lazy.leaf.dtype, lazy.leaf.shape)
         destination = adapter.destination(staging, lazy.leaf.dtype)
-        number = next(number for number, want in enumerate(self._wants) if want is lazy)
-        self._wants[number] = lazy._replace(tensor=staging, destination=destination)
+        number = next(number for number, want in enumerate(self.installation.wants) if want is lazy)
+        self.installation.wants[number] = lazy._replace(tensor=staging, destination=destination)
 
         def finish() -> None:
             if adapter.lower_value(lazy.tensor) != adapter.lower_value(staging):
@@ -432,7 +380,7 @@ class Matching:
                     "clone() it before the load"
                 )
 
-        self._finish_last.append((lazy.place, finish))
+        self.installation.finish_last.append((lazy.place, finish))
 
     def _refer(self, leaf: SavedObject, name: str, now: Mapping[str, tuple[Adapter, Any]]) -> None:
         """Adds wants for the tensors below a value: into the present ones if they fit, else into new ones."""
@@ -441,10 +389,10 @@ class Matching:
             saved = self._tensor_of(other)
             if saved is None:
                 continue
-            tied = self._loaded.get((saved.key, saved.name)) if isinstance(other, SavedAlias) else None
+            tied = self.installation.loaded.get((saved.key, saved.name)) if isinstance(other, SavedAlias) else None
             path = other.name[len(leaf.name) + 1 :]
             tensor = tied if tied is not None else self._fitting(saved, now.get(path), f"{name}.{path}")
-            self._loaded[other.key, other.name] = tensor
+            self.installation.loaded[other.key, other.name] = tensor
 
     def _fitting(self, saved: SavedTensor, now: tuple[Adapter, Any] | None, name: str) -> Any:
         if now is not None:
@@ -473,8 +421,8 @@ class Matching:
     # Modules and optimizers
 
     def _bundle(self, entry: BundleEntry) -> None:
-        bundle = _Received(entry)
-        self._bundles.append(bundle)
+        bundle = Received(entry, self._names.present(entry))
+        self.installation.bundles.append(bundle)
         tensors, values = entry.tensors(), entry.bundle.values()
         # A saved bundle is complete; its values, which are always saved, show that it was saved.
         is_saved = any(
@@ -511,9 +459,9 @@ class Matching:
             if is_selected and entry.bundle.accepts(below, is_master=is_master):
                 self._accept(bundle, below, leaf, None)
             elif is_selected and is_master:
-                self.touched.add(leaf.index)  # not needed
+                self._touched.add(leaf.index)  # not needed
 
-    def _accept(self, bundle: _Received, name: str, leaf: SavedLeaf, current: object) -> None:
+    def _accept(self, bundle: Received, name: str, leaf: SavedLeaf, current: object) -> None:
         entry = bundle.entry
         saved = self._tensor_of(leaf)
         full = f"{entry.key}/{entry.prefix}{name}"
@@ -562,114 +510,22 @@ class Matching:
                     return path, leaf.layout, (self._masters.of(own, key) or own).dtype
         return "", "", ""
 
-    def take(self, made: Sequence[Made], problems: Sequence[str]) -> None:
-        """Takes values that were made already, and what prevents others."""
-        self.plan.problems += problems
-        for one in made:
-            self.touched.update(one.leaves)
-            self.plan.values.append(f"{one.entry.key}/{one.entry.name}")
-            self._made.append(one)
-
-    # From a plan to a filled state
-
-    def forecast_wants(self) -> list[tuple[Any, ...]]:
-        """The wants without memory, for a plan only."""
-        return [native for want in self._wants for native in want.forecast()]
-
-    def bind(self) -> list[tuple[Any, ...]]:
-        """The wants with their memory, which this object keeps allocated."""
-        out = []
-        owners: dict[Adapter | Parts, list[object]] = {}
-        for want in self._wants:
-            try:
-                target = want.destination.target or want.adapter.target(want.tensor, want.leaf.dtype)
-            except Refused as refused:
-                raise Invalid(f"{want.place}: {refused}") from refused
-            owners.setdefault(want.adapter, []).append(target.owner)
-            if target.finish is not None:
-                self._finish.append((want.place, target.finish))
-            if want.rows is not None and isinstance(want.adapter, Parts):
-                clear = functools.partial(want.adapter.clear_behind, want.tensor, want.rows)
-                self._finish_last.append((want.place, clear))
-            for native, memory in want.bound(target):
-                self.devices.update(memory.where)
-                out.append(native)
-        for adapter, of in owners.items():
-            adapter.wrote(of)
-        self._owners += owners.values()
-        return out
-
-    def value_wants(self) -> list[tuple[int, int]]:
-        """Saved leaf and copy of every value that is wanted, in order."""
-        return [(value.leaf.index, copy) for value in self._values for copy in value.copies]
-
-    def make(self, encoded: Sequence[bytes]) -> None:
-        """Makes the values from their bytes (in the order of :meth:`value_wants`), and has their takers check them."""
-        for place, finish in (*self._finish, *self._finish_last):
-            try:
-                finish()
-            except Refused as refused:
-                raise Invalid(f"{place}: {refused}") from refused
-        remaining = iter(encoded)
-        for value in self._values:
-            made = [self._raise(value, next(remaining)) for _ in value.copies]
-            value.receive(made if value.merges else made[0])
-        self._install_last += [given(one.entry, one.value) for one in self._made]
-        for bundle in self._bundles:
-            entry = bundle.entry
-            try:
-                restored = entry.bundle.restore(
-                    bundle.created,
-                    bundle.values,
-                    self._parameter(entry),
-                    strict=self._options.strict,
-                    absent=bundle.absent,
-                    decisive=bundle.decisive,
-                )
-            except Refused as refused:
-                raise Invalid(f"{entry.place}: {refused}") from refused
-            except (Error, MemoryError):
-                raise
-            except Exception as error:  # of a value that no bundle has
-                raise Corrupt(f"{entry.place}: what is stored does not fit: {reason(error)}") from error
-            self._install.append(functools.partial(installed, restored.install, entry.place))
-            missing = {f"{entry.key}/{entry.prefix}{name}" for name in restored.missing}
-            self.plan.missing += sorted(missing)
-            self.plan.dropped = [name for name in self.plan.dropped if name not in missing]
-            self.plan.unexpected += [f"{entry.key}/{entry.prefix}{name}" for name in restored.unexpected]
-
-    def install(self) -> None:
-        """Installs what was loaded and made. What is read at each save comes last: installing may draw numbers."""
-        if self._masters.rounded and self._rank == 0:
-            _log.warning("%s: %s", self.plan.url, self._masters.warning())
-        for install in [*self._install, *self._install_last]:
-            install()
-
-    def _raise(self, value: _Value, encoded: bytes) -> Any:
-        def referred(key: str, name: str) -> Any:
-            if (key, name) not in self._loaded:
-                raise Corrupt(f"{value.place}: it refers to the tensor {key}/{name}, which the checkpoint lacks")
-            return self._loaded[key, name]
-
-        def settle(tensor: object, trail: Trail) -> object:
-            if trail not in value.current:
-                return tensor
-            adapter, standing = value.current[trail]
-            try:
-                adapter.fill(standing, tensor)
-            except Refused:
-                return tensor
-            return standing
-
-        how = Raising(value.place, self._adapters, referred, settle, self._options.pickle)
-        return raise_value(decode(encoded, value.place), how)
+    def _take(self, pieces: Pieces) -> None:
+        """Takes values in pieces that were made already, and what prevents others."""
+        self.plan.problems += pieces.problems
+        for made in pieces.made:
+            self._touched.update(made.leaves)
+            self.plan.values.append(f"{made.entry.key}/{made.entry.name}")
+        self.installation.made = pieces.made
+        for traffic in pieces.traffic:
+            self.plan.add(traffic)
 
     # All ranks' findings
 
-    def own_problems(self) -> list[str]:
-        """What prevents the load on this rank, except unexpected leaves."""
+    def findings(self) -> tuple[list[int], list[str]]:
+        """Returns the numbers of saved leaves with a place in this rank's state, and what prevents the load here."""
         missing = [f"missing: {name} is not in the checkpoint" for name in self.plan.missing]
-        return [*(missing if self._options.strict else []), *self.plan.problems]
+        return sorted(self._touched), [*(missing if self._options.strict else []), *self.plan.problems]
 
     def conclude(self, untouched: Sequence[int], problems: Sequence[tuple[Sequence[int], str]]) -> None:
         """Takes all ranks' findings: saved leaves that none has a place for, and all problems."""

@@ -1,4 +1,4 @@
-"""What saves cost a training, measured while it runs, and the interval between saves that follows from it."""
+"""Costs of saves to a training, measured while it runs, and the interval between saves that follows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a checkpoint notes of its run, so that it survives restarts.
+    """Notes of a checkpoint about its run, which survive restarts.
 
     Attributes:
         restarts: How often the run was restarted.
@@ -65,7 +65,7 @@ class Record:
     figure: Figure | None = None
 
     def text(self) -> str:
-        """It as the text of a note."""
+        """Returns the record as the text of a note."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -187,7 +187,7 @@ class Costs:
         return len(self._quiet) >= QUIET_STEPS_MIN
 
     def _quiet_s(self, steps: int) -> float:
-        """What one of so many quiet steps takes.
+        """Returns how long one of ``steps`` quiet steps takes.
 
         The median over runs of steps, as long as there are five of them: it passes over an evaluation now and then as a
         median does, but counts what a few steps in each run take longer as a mean does, as in the sum that it is

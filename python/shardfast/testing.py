@@ -28,7 +28,7 @@ Gather = Callable[["Snapshot"], Sequence["Snapshot"]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank would save of a tensor: its layout, and the bytes of each region in row-major order."""
+    """One rank's part of a tensor as a save takes it: its layout, and the bytes of each region in row-major order."""
 
     layout: Layout
     contents: tuple[bytes, ...]

@@ -35,7 +35,7 @@ def active() -> list[Adapter]:
 
 
 def built_on_others() -> list[Objects]:
-    """What knows modules and optimizers of frameworks built on others that this process has imported."""
+    """Returns the adapters of modules and optimizers of frameworks built on others that this process has imported."""
     return [_objects(name) for module, name in BUILT_ON_OTHERS.items() if module in sys.modules]
 
 
@@ -51,7 +51,7 @@ def installed() -> dict[str, tuple[str, bool]]:
 
 
 def stands_for(value: object) -> Stateful | None:
-    """What stands for a data loader in pieces, whose workers are pieces of it; ``None`` for other objects."""
+    """Returns a stand-in for a data loader in pieces, its workers; ``None`` for other objects."""
     loaders = _loaders()
     return loaders.stateful_of(value) if loaders is not None else None
 

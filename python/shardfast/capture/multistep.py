@@ -223,7 +223,7 @@ class Ahead:
             self.let_go(_REFUTED)
 
     def take(self, described: _native.Described) -> _native.Window | None:
-        """What was captured ahead of the save of what is described, which begins now; if anything was."""
+        """Returns what was captured ahead of the save of what is described, which begins now; if anything was."""
         self._expect_sound()
         if described is not self._of:
             self.let_go("the state has other tensors than when its capture began")
@@ -274,7 +274,7 @@ class Ahead:
             self.reason = window.reason() or "nothing was copied in time"
 
     def figures(self) -> dict[str, float]:
-        """Of the last saves with what was captured ahead, for each figure the median; nothing without such a save."""
+        """Returns medians of the figures of the last saves that found anything captured; empty without such a save."""
         names = self._figures[0] if self._figures else {}
         return {name: statistics.median(one[name] for one in self._figures) for name in names}
 

@@ -1,4 +1,4 @@
-"""What optimizers do in a step, in terms of no framework: what a capture ahead of a save applies to its copies."""
+"""Steps of optimizers in terms of no framework: a capture ahead of a save applies them to its copies."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -29,7 +29,7 @@ class Stepped(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step of an optimizer used.
+    """Gradients and scalars that a step of an optimizer used.
 
     Attributes:
         applied: For each parameter that took part its number in the window, its gradient as a plain tensor, and the
@@ -72,7 +72,7 @@ class Steps(Protocol):
         ...
 
     def taken(self, optimizer: object) -> Taken:
-        """What ``optimizer`` used, which has just stepped; nothing if it is none of these."""
+        """Returns what ``optimizer`` used, which has just stepped; nothing if it is none of these."""
         ...
 
     def place(self, gradient: object) -> tuple[int, int, str, int | None]:

@@ -44,7 +44,7 @@ class Flat(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Where a region's elements lie in this process.
+    """Memory of a region's elements in this process.
 
     Attributes:
         pointer: Address of the first element.
@@ -364,7 +364,7 @@ of entries, and by name of an entry. Names are texts or whole numbers."""
 
 
 class Inside(NamedTuple):
-    """Where a tensor that wraps others has a leaf's memory, for as long as the types on the way stay the same.
+    """Way from a tensor that wraps others to a leaf's memory, for as long as the types on it stay the same.
 
     Attributes:
         path: Names of attributes: the tensor's, that of what stands there, and so on to the memory.
@@ -377,7 +377,7 @@ class Inside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Where in its objects a bundle's leaves are. While that is unchanged, the bundle need not be described again.
+    """Places of a bundle's leaves in its objects. While they are unchanged, the bundle need not be described again.
 
     Attributes:
         objects: All objects that count, with those of their attributes that do. What is met in these, in this order,
@@ -458,10 +458,10 @@ class Bundle(Protocol):
         """
 
     def outline(self) -> Outline | None:
-        """What shows later, without describing it again, that the bundle is the same; ``None`` if nothing can."""
+        """Returns what shows later, without a new description, that the bundle is the same; ``None`` if nothing can."""
 
     def masters(self) -> Mapping[str, Any]:
-        """Of :attr:`parameters` those of which a rank of the job keeps a more exact copy, ``state.<FQN>.master``.
+        """Parameters of which a rank of the job keeps a more exact copy, ``state.<FQN>.master``.
 
         It names all of the parameters that this rank has, whichever rank has the copy, and may say what an optimizer
         steps on other ranks alone.
@@ -581,7 +581,7 @@ class Adapter(Objects, Protocol):
         ...
 
     def origin(self, tensor: Any) -> Origin:
-        """What a save needs of ``tensor`` first, in one call, since a state has many tensors.
+        """Returns what a save needs of ``tensor`` first, in one call, since a state has many tensors.
 
         Raises:
             Refused: As :meth:`layout`.
@@ -614,7 +614,7 @@ class Adapter(Objects, Protocol):
         """Tells the framework that these were written: owners of targets, which a load has filled."""
 
     def destination(self, tensor: Any, dtype: str) -> Destination:
-        """What a load of elements of type ``dtype`` into ``tensor`` needs first, in one call.
+        """Returns what a load of elements of type ``dtype`` into ``tensor`` needs first, in one call.
 
         Raises:
             Refused: As :meth:`layout`.

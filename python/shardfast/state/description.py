@@ -90,7 +90,7 @@ class Watched:
     places: Sequence[str]
 
     def changes(self) -> list[str]:
-        """What happened to them since."""
+        """Returns what happened to them since."""
         found = self.hold.changes(self.tensors, self.stamp)
         return [f"{self.places[number]} was {what}" for number, what in found]
 
@@ -438,7 +438,7 @@ class _Found:
         return leaves, tensors
 
     def _joined(self, pieces: Sequence[Sequence[int]]) -> tuple[Layout, Source, Compared, bool]:
-        """Of a leaf with all its pieces: what it is, how it is compared, and whether its changes are announced."""
+        """Joins a leaf's pieces: its layout, how it is compared, and whether its changes are announced."""
         number = pieces[0][0]
         first = self.named[number]
         try:
@@ -641,7 +641,7 @@ _UNTOLD = (AttributeError, TypeError, ValueError, BufferError, RuntimeError)
 
 
 def held(hold: Hold, wrapped: Sequence[int] = ()) -> _native.Hold:
-    """What an adapter says of tensors' memory, with what notices changes; the numbers of those that others wrap."""
+    """Passes on how an adapter holds tensors' memory and notices changes; numbers of those that others wrap."""
     return _native.Hold(hold.memory, hold.address, hold.version, hold.retain, wrapped)
 
 

@@ -1,4 +1,4 @@
-"""What a framework's global random generators can do."""
+"""The protocol of a framework's global random generators."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Copied(Protocol):
 
     @property
     def leaf(self) -> SavedObject:
-        """It, as saved."""
+        """The value as saved."""
 
     @property
     def name(self) -> str:
@@ -152,7 +152,7 @@ def copy_of_rank(leaf: SavedObject, rank: int) -> int | None:
 
 @dataclass
 class LoadPlan:
-    """What a load takes from a checkpoint into a state, on this rank. ``print`` shows it for people.
+    """Plan of a load from a checkpoint into a state, on this rank. ``print`` shows it for people.
 
     Attributes:
         url: The checkpoint.

@@ -144,7 +144,7 @@ class Masters:
         return (entry.key, _master_of(entry, fqn)) in self._filled_from
 
     def choose(self, saved: SavedTensor, key: str, name: str, dtype: str, filled: int | None) -> Chosen:
-        """What fills the leaf ``name`` of ``key``, for which ``saved`` is in the checkpoint.
+        """Chooses what fills the leaf ``name`` of ``key``, for which ``saved`` is in the checkpoint.
 
         Args:
             saved: See above.
@@ -220,7 +220,7 @@ class Masters:
         return tensor is not None and tensor.dtype in _HALF
 
     def warning(self) -> str:
-        """What the log says once of parameters that were saved with less precision than the state has for them."""
+        """Returns the log's warning of parameters that were saved with less precision than the state has for them."""
         first, others = self.rounded[0], len(self.rounded) - 1
         more = f" and {others} more (the plan's masters)" if others else ""
         return (

@@ -13,7 +13,7 @@ _RUNS_MAX = 1 << 20
 
 
 def written(adapter: Adapter, tensor: Any) -> Box | None:
-    """Where a load writes into a tensor; ``None`` if it makes a new one in its place."""
+    """Returns the memory that a load writes of a tensor; ``None`` if it makes a new one in its place."""
     try:
         return adapter.written(tensor)
     except Refused:

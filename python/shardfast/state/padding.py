@@ -39,7 +39,7 @@ def other_padding(text: str, here: str) -> str:
 
 
 def first_rows(layout: Layout, rows: int | None) -> Sequence[Region | Flat | None]:
-    """Of each region what lies in the first ``rows`` of the tensor, which is where its elements begin.
+    """Cuts each region to the first ``rows`` of the tensor, where its elements begin.
 
     ``None`` for a region of which nothing does; the regions themselves if all rows are meant, ``None``.
     """
@@ -59,7 +59,7 @@ def _first_rows(region: Region | Flat, shape: Ints, rows: int) -> Region | Flat 
 
 
 def said(name: str, rows: int, here: int) -> str:
-    """What a plan says of a leaf with ``rows`` along its first axis in the checkpoint, and ``here`` in the state."""
+    """Describes a leaf with ``rows`` along its first axis in the checkpoint, and ``here`` in the state, for a plan."""
     if rows < here:
         return f"{name}: rows {rows:,} to {here - 1:,} here are padding (the checkpoint has {rows:,}) and become 0"
     return f"{name}: rows {here:,} to {rows - 1:,} of the checkpoint are padding (there are {here:,} here) and are left"

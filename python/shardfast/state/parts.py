@@ -32,7 +32,7 @@ from .padding import first_rows
 
 
 def pieces_of(tensor: Any) -> Sequence[Any]:
-    """What a leaf is on this rank: a tensor or a part, and the parts of it that lie in other memory."""
+    """Returns a leaf's pieces on this rank: a tensor or a part, and the parts of it that lie in other memory."""
     return (tensor, *tensor.others) if isinstance(tensor, Part) and tensor.others else (tensor,)
 
 
@@ -48,14 +48,14 @@ def joined(layouts: Sequence[Layout], sources: Sequence[Source]) -> tuple[Layout
 
 
 def adapter_of(tensor: object, adapters: Sequence[Adapter]) -> Adapter | Parts:
-    """What answers for a tensor of a bundle, or for a part of one."""
+    """Returns the adapter of a tensor of a bundle, or of a part of one."""
     plain = tensor.tensor if isinstance(tensor, Part) else tensor
     adapter = next(filter(lambda adapter: adapter.is_tensor(plain), adapters))
     return adapter if plain is tensor else Parts(adapter)
 
 
 def shared_as_saved(other: Any, tensor: Any, adapter: Adapter | Parts) -> Any:
-    """What a load puts in place of a tensor that it made: ``other``, which the same saved one fills, if that is alike.
+    """Replaces a tensor that a load made by ``other``, which the same saved one fills, if that is alike.
 
     They were one tensor when they were saved. What a state holds of a trained tensor is that without its gradient.
     """
@@ -166,11 +166,11 @@ class Parts:
         return None if part.several is not None else self.plain.written(part.tensor)
 
     def hold(self, tensors: Sequence[Any]) -> Hold:
-        """As the plain tensors are held."""
+        """Holds the plain tensors of the parts."""
         return self.plain.hold(tensors)
 
     def wrote(self, owners: Sequence[Any]) -> None:
-        """As of plain tensors."""
+        """Tells of writes into the plain tensors."""
         self.plain.wrote(owners)
 
     def clear_behind(self, part: Part, rows: int) -> None:
@@ -201,7 +201,7 @@ def _identity(part: Part, plain: Hashable) -> Hashable:
 
 
 def _memory(part: Part, plain: Layout, memory: Sequence[Memory], dtype: str) -> tuple[Memory, ...]:
-    """Where each region of a part lies, from where the plain tensor does; ``dtype`` is that of the elements there."""
+    """Finds the memory of each region of a part in that of the plain tensor; ``dtype`` is that of its elements."""
     if not part.regions:
         return ()
     (there,) = memory
@@ -231,7 +231,7 @@ def flat_run(region: Flat, memory: Memory) -> tuple[Any, ...]:
 
 
 def native_want(leaf: int, region: Region | Flat, memory: Memory) -> tuple[Any, ...]:
-    """What a load fills of a saved leaf, by its number, as Rust takes it.
+    """Returns what a load fills of a saved leaf, by its number, as Rust takes it.
 
     ``(leaf, offsets, lengths, pointer, strides_bytes)`` or ``(leaf, "flat", start, stop, pointer)``, with the box at
     the end if the run is one's, and the number of the CUDA device if the memory is one's.

@@ -19,7 +19,7 @@ _KEYS = {REPLICATED, UNITS}
 
 
 class Share(NamedTuple):
-    """What a piece gets of a unit.
+    """Share of a piece in a unit.
 
     Attributes:
         unit: The unit's number, of all pieces' units in their order.

@@ -1,4 +1,4 @@
-"""What a load fills from a saved tensor, as Rust takes it."""
+"""Destinations of a load, from saved tensors, as Rust takes them."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class DeepSpeedObjects:
     """Engines of DeepSpeed and their optimizers."""
 
     def module(self, value: object) -> Module | None:
-        """See :class:`shardfast.state.catalog.Objects`."""
+        """Answers as :class:`shardfast.state.catalog.Objects` says."""
         if isinstance(value, sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine):
             modules = DeepSpeedModules(value)
             return Module(modules, modules.parameters)
@@ -219,7 +219,7 @@ class DeepSpeedObjects:
     def optimizer(
         self, value: object, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()
     ) -> DeepSpeedOptimizers | None:
-        """See :class:`shardfast.state.catalog.Objects`."""
+        """Answers as :class:`shardfast.state.catalog.Objects` says."""
         kind = type(value)
         if kind.__name__ in KINDS and kind.__module__.startswith("deepspeed.runtime."):
             return DeepSpeedOptimizers(value, names, beside)
@@ -227,5 +227,5 @@ class DeepSpeedObjects:
 
 
 def objects() -> DeepSpeedObjects:
-    """What knows this framework's objects."""
+    """Returns the adapter of this framework's objects."""
     return DeepSpeedObjects()

@@ -35,7 +35,7 @@ _NOTED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class _Stepped(NamedTuple):
-    """What an optimizer of PyTorch steps for a parameter of the model.
+    """Part of a model's parameter that an optimizer of PyTorch steps.
 
     Attributes:
         model: The parameter.
@@ -84,7 +84,7 @@ def _name(zero: Any, parameter: torch.Tensor) -> str:
 
 
 def _stepped(zero: Any) -> Iterator[_Stepped]:
-    """What the optimizer inside steps, by the records of that around it.
+    """Yields the parts that the optimizer inside steps, by the records of that around it.
 
     Raises:
         Refused: If they are not those of a DeepSpeed that is known, or speak of what is not understood.

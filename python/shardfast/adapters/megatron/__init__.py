@@ -257,7 +257,7 @@ class MegatronObjects:
     """Models of Megatron-Core, and what wraps them."""
 
     def module(self, value: object) -> Module | None:
-        """See :class:`shardfast.state.catalog.Objects`."""
+        """Answers as :class:`shardfast.state.catalog.Objects` says."""
         chunks: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         kind = sys.modules["megatron.core.transformer.module"].MegatronModule
         if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
@@ -272,7 +272,7 @@ class MegatronObjects:
     def optimizer(
         self, value: object, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()
     ) -> MegatronOptimizers | None:
-        """See :class:`shardfast.state.catalog.Objects`."""
+        """Answers as :class:`shardfast.state.catalog.Objects` says."""
         kinds = sys.modules.get("megatron.core.optimizer.optimizer")
         if kinds is None or not isinstance(value, kinds.MegatronOptimizer):
             return None
@@ -280,5 +280,5 @@ class MegatronObjects:
 
 
 def objects() -> MegatronObjects:
-    """What knows this framework's objects."""
+    """Returns the adapter of this framework's objects."""
     return MegatronObjects()

@@ -53,7 +53,7 @@ def sharded_in(module: nn.Module) -> Sequence[Any]:
 
 
 def _of(owner: Any, name: str) -> Any:
-    """What Megatron-FSDP keeps to itself."""
+    """Returns an attribute that Megatron-FSDP keeps to itself."""
     found = getattr(owner, name, None)
     if found is None:
         raise Refused(f"a {type(owner).__name__} without {name}: Megatron-FSDP of this version is not understood")
@@ -112,7 +112,7 @@ def _run(buffer: Any, number: int) -> Run:
 
 
 class Stepped(NamedTuple):
-    """What an optimizer steps of a parameter that forward passes see.
+    """Part of a parameter that forward passes see, as an optimizer steps it.
 
     Attributes:
         model: That parameter.
@@ -130,7 +130,7 @@ class Stepped(NamedTuple):
 
 
 def stepped_by(optimizer: Any) -> Iterator[Stepped]:
-    """What a distributed optimizer of modules of Megatron-FSDP steps."""
+    """Yields the parts that a distributed optimizer of modules of Megatron-FSDP steps."""
     for group in optimizer.optimizer.param_groups:
         for stepped in group["params"]:
             model = stepped.orig_param

@@ -23,7 +23,7 @@ from .fsdp import stepped_by
 
 
 class _Shard(NamedTuple):
-    """What an optimizer of PyTorch steps for a parameter of the model: a run of its elements, or all.
+    """Elements of a model's parameter that an optimizer of PyTorch steps: a run of them, or all.
 
     Attributes:
         model: The parameter.
@@ -43,7 +43,7 @@ class _Shard(NamedTuple):
 
     @property
     def elements(self) -> torch.Tensor:
-        """What is stepped, as a plain tensor."""
+        """Returns the stepped elements, as a plain tensor."""
         return (self.stepped if self.local is None else self.local).detach()
 
     @property
@@ -77,7 +77,7 @@ _Divided = dict[int, tuple[torch.Tensor, int]]
 
 
 def _divided(optimizer: Any) -> _Divided:
-    """What layer-wise optimizers in a chain divide: each has lists of whole parameters, one for each rank of a group.
+    """Returns the lists of whole parameters of layer-wise optimizers in a chain, one for each rank of a group.
 
     Raises:
         Refused: If one steps other parameters than its lists give to this rank.
@@ -130,7 +130,7 @@ def _shards(optimizer: Any, divided: _Divided) -> Iterator[_Shard]:
 
 
 def _runs(optimizer: Any) -> Iterator[_Shard]:
-    """What this rank steps of each parameter, by the records of a distributed optimizer."""
+    """Yields this rank's run of each parameter, by the records of a distributed optimizer."""
     if optimizer.config.use_precision_aware_optimizer:
         raise Refused("a DistributedOptimizer with use_precision_aware_optimizer is not understood: turn it off")
     alike = _instances(optimizer)

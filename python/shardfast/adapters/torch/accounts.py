@@ -1,4 +1,4 @@
-"""What an optimizer says of itself, and what of that a save takes: nothing in its state dict is left out in silence.
+"""Accounts of optimizers' state dicts: a save takes each entry, or says why it does not.
 
 A save reads the state of the innermost optimizers and their groups. An optimizer may say more in its ``state_dict()``,
 hold other objects that have state, and do more in ``load_state_dict()`` than to fill its state. All of that is either
@@ -78,7 +78,7 @@ def _maker(optimizer: Any) -> type:
 
 
 class Taken:
-    """What a save takes of optimizers: the entries of their state, their groups and the parameters."""
+    """Tensors and values that a save takes of optimizers: entries of their state, groups and parameters."""
 
     def __init__(self, holders: Sequence[Any], parameters: Collection[Any]) -> None:
         self._groups = [group for holder in holders for group in holder.param_groups]
@@ -149,7 +149,7 @@ class Taken:
 
 
 def own_values(optimizer: Any, holders: Sequence[Any], parameters: Collection[Any]) -> Said:
-    """What its state dict says beside what is taken of these, for its own ``load_state_dict()``.
+    """Returns the rest of its state dict, which is not taken of these, for its own ``load_state_dict()``.
 
     Raises:
         Refused: If that is more than plain values, or nothing would take them back.
@@ -483,7 +483,7 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """It, or the tensors in containers."""
+    """Yields the value if it is a tensor, or the tensors in containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):

@@ -275,7 +275,7 @@ def _is_flat(parameter: object) -> bool:
 
 
 def _collect(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
-    """What ``module.state_dict(keep_vars=True)`` would give without the hooks of FSDP1, which gather.
+    """Collects ``module.state_dict(keep_vars=True)`` without the hooks of FSDP1, which gather.
 
     Names keep what activation checkpointing adds to them, which its hooks would take away.
     """
@@ -327,7 +327,7 @@ class FsdpObjects:
     """Modules with ``FullyShardedDataParallel`` in them. Optimizers step parts of them by name, as any do."""
 
     def module(self, value: object) -> Module | None:
-        """See :class:`shardfast.state.catalog.Objects`."""
+        """Answers as :class:`shardfast.state.catalog.Objects` says."""
         parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if not parts or not all(isinstance(part, nn.Module) for part in parts) or not any(map(_is_wrapped, parts)):
             return None
@@ -339,5 +339,5 @@ class FsdpObjects:
 
 
 def objects() -> FsdpObjects:
-    """What knows this framework's objects."""
+    """Returns the adapter of this framework's objects."""
     return FsdpObjects()

@@ -176,7 +176,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _prefixes(name: str, paths: Mapping[str, object]) -> Iterator[str]:
-    """Those of the paths that are ``name`` or above it, the longest first."""
+    """Yields the paths that are ``name`` or above it, the longest first."""
     while name:
         if name in paths:
             yield name
@@ -369,7 +369,7 @@ def outline_of_optimizers(
 
 
 def _inside(tensors: PlacedTensors) -> dict[int, Inside] | None:
-    """Where entries have tensors inside; ``None`` if a DTensor has none yet: a collective is still in flight."""
+    """Returns tensors' places inside of entries; ``None`` while a DTensor's collective is still in flight."""
     sharded = {number: tensor for number, (_, tensor, _) in enumerate(tensors) if is_dtensor(tensor)}
     if not all(type(getattr(tensor, "_local_tensor", None)) is torch.Tensor for tensor in sharded.values()):
         return None

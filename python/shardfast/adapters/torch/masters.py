@@ -30,7 +30,7 @@ _SCALER = "loss_scaler"
 
 
 class Run(NamedTuple):
-    """What an optimizer of PyTorch steps for a parameter of a model: a run of its elements, or all.
+    """Elements of a model's parameter that an optimizer of PyTorch steps: a run of them, or all.
 
     Attributes:
         fqn: The parameter's name.
@@ -232,7 +232,7 @@ class MasterOptimizers(Optimizers):
         return name != _SCALER and not _is_master(name) and super().drops(name)
 
     def _bare(self, name: str) -> set[str]:
-        """What a leaf's parameter is called inside."""
+        """Returns the names of a leaf's parameter inside."""
         place = self._split(name)
         return set() if place is None else set(self._pieces[place[0]])
 
@@ -257,7 +257,7 @@ class MasterOptimizers(Optimizers):
         return None if place is None else self._owned[place[0]].part
 
     def _inside_names(self, name: str) -> list[str]:
-        """What a leaf is called inside, once for each of its pieces."""
+        """Returns a leaf's names inside, one for each of its pieces."""
         place = self._split(name)
         if place is None:
             return [name]

@@ -88,7 +88,7 @@ def named(
 
 
 def memory_of(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Memory, ...]:
-    """Where each region of ``tensor`` lies; ``local`` has the shape of its local tensor."""
+    """Returns the memory of each region of ``tensor``; ``local`` has the shape of its local tensor."""
     expect_memory(local)
     out, is_run = [], is_ragged(tensor)
     for view in parts(tensor, local):
@@ -188,7 +188,7 @@ def expect_memory(local: torch.Tensor) -> None:
 
 
 def ordinary_address(local: torch.Tensor) -> int | None:
-    """Where a contiguous tensor of a plain kind lies, if it lies completely in memory of torch's own."""
+    """Returns the address of a contiguous tensor of a plain kind, if all of it is memory of torch's own."""
     try:
         storage, address, numel = local.untyped_storage(), local.data_ptr(), local.numel()
     except (RuntimeError, NotImplementedError):

@@ -155,11 +155,11 @@ class Modules:
         return module.state_dict(keep_vars=True)
 
     def _names_of(self, module: nn.Module) -> Callable[[str], str]:
-        """What entries of the module's state dict are called in a checkpoint; called after :meth:`_state_of`."""
+        """Returns the renaming of the module's state dict for a checkpoint; called after :meth:`_state_of`."""
         return _Names(module)
 
     def _slot(self, module: nn.Module, original: str) -> Place:
-        """Where an entry of the module's state dict stands in it."""
+        """Returns the place of an entry of the module's state dict in the module."""
         return id(module), original
 
     def _loaded(self, module: nn.Module) -> nn.Module:

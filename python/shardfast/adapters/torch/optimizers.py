@@ -122,7 +122,7 @@ class Optimizers:
         self._own = self._accounted(names, beside)
 
     def _accounted(self, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int]) -> dict[str, object]:
-        """What optimizers say beside their state and groups, by leaf name.
+        """Returns the values of optimizers beside their state and groups, by leaf name.
 
         Raises:
             Refused: If one says, or holds, more than a save takes.
@@ -453,7 +453,7 @@ class Optimizers:
         return Restored(install, missing, unexpected)
 
     def _load_by_themselves(self, own: Mapping[str, accounts.Said], strict: bool) -> None:
-        """What a load of a state dict does beside filling state and groups: own methods, then hooks."""
+        """Does the rest of a load of a state dict, when state and groups are filled: own methods, then hooks."""
         holders = [held.holder for held in self._held]
         loaded: set[int] = set()  # those whose hooks ran in the load of one that wraps them
         every = (one for held in self._held for one in (*held.outer, held.optimizer, held.holder))

@@ -1,4 +1,4 @@
-"""Where a rank's part of a tensor lies: regions of the global shape, and views of this rank's memory.
+"""Places of a rank's part of a tensor: regions of the global shape, and views of this rank's memory.
 
 A ``DTensor``'s place follows from its mesh and placements: per tensor dimension, runs of indices are cut by the rule of
 ``torch.chunk``, one mesh dimension after the other. That is exact for every placement that shards, ``_StridedShard``
@@ -96,7 +96,7 @@ def _cuts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Where this rank's part of DTensors of one shape and placement lies. One object for all of them: equal to itself.
+    """Place of this rank's part of DTensors of one shape and placement. One object for all: equal to itself.
 
     Attributes:
         shape: Theirs.
@@ -161,7 +161,7 @@ def placements_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def placed(tensor: Any) -> Placed:
-    """Where this rank's part of a DTensor lies by its mesh and placements.
+    """Returns the place of this rank's part of a DTensor, by its mesh and placements.
 
     Raises:
         Refused: If its placements name no part of it.

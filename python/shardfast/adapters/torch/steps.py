@@ -255,7 +255,7 @@ class TorchSteps:
 
 
 def _numbers(of: Sequence[Any]) -> list[float]:
-    """Of tensors with one element, or of numbers; what devices have is read at once."""
+    """Returns the numbers of tensors with one element, or of numbers; what devices have is read at once."""
     devices = {one.device.type if isinstance(one, torch.Tensor) else "" for one in of}
     return [float(one) for one in (torch.stack(tuple(of)).tolist() if devices == {"cuda"} else of)]
 
@@ -279,7 +279,7 @@ def _has_tensors(group: dict[str, Any]) -> bool:
 
 
 def _settings_of(optimizer: Any, kind: _Kind) -> Hashable:
-    """What decides which parameters are units, and how they are stepped."""
+    """Returns the settings that decide which parameters are units, and how they are stepped."""
     groups = optimizer.param_groups
     return tuple((_flags_of(one, kind), kind.moments(one), _has_tensors(one), len(one["params"])) for one in groups)
 

@@ -79,7 +79,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Unwrapped(NamedTuple):
-    """What a tensor wraps.
+    """Contents of a tensor that wraps others.
 
     Attributes:
         tensors: By name below the outer one's; an empty name is that of the outer one.
@@ -159,7 +159,7 @@ def expect_same_constants(name: str, here: Mapping[str, object], saved: object) 
 
 
 def inner_tensors(tensor: Any) -> list[torch.Tensor]:
-    """Those inside of one of which :func:`wraps` holds."""
+    """Returns the tensors inside of one of which :func:`wraps` holds."""
     return [inner for _, inner in _inner(_inside(tensor))]
 
 
@@ -187,7 +187,7 @@ def _inner(outer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _constants(outer: Any, whole: Any) -> dict[str, object]:
-    """What makes the outer tensor beside its tensors; ``whole`` is itself, or the DTensor of which it is a shard."""
+    """Returns what else makes the outer tensor; ``whole`` is itself, or the DTensor of which it is a shard."""
     names, context = outer.__tensor_flatten__()
     known = _KNOWN.get(_class_of(outer), _UNKNOWN)
     try:

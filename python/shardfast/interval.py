@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from . import _native
+from . import native
 
 NOTE = "shardfast.interval"
 """The note of a checkpoint that holds a :class:`Record`."""
@@ -238,7 +238,7 @@ def best(
 ) -> Figure:
     """The interval that wastes least, by a quiet step, the cost of a save and its lag, in seconds."""
     step_s, cost_s, lag_s = measured
-    steps, waste, limit = _native.best_interval(
+    steps, waste, limit = native.best_interval(
         step_s=step_s,
         cost_s=cost_s,
         lag_s=lag_s,
@@ -252,7 +252,7 @@ def best(
 
 def mean_time_between_failures(expected_s: float, restarts: int, trained_s: float) -> float:
     """The mean time between failures, in seconds, by what the user expects and what was seen."""
-    return _native.mean_time_between_failures(expected_s, restarts, trained_s)
+    return native.mean_time_between_failures(expected_s, restarts, trained_s)
 
 
 def time_of(text: str) -> float:
@@ -261,7 +261,7 @@ def time_of(text: str) -> float:
     Raises:
         Invalid: For what is no time above zero.
     """
-    return _native.time_of(text)
+    return native.time_of(text)
 
 
 def spoken(seconds: float) -> str:

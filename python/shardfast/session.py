@@ -31,8 +31,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ._native import Place, Session
 from .errors import Error, Invalid, Unavailable
+from .native import Place, Session
 
 _log = logging.getLogger("shardfast")
 

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from . import _native
 from . import adapters as frameworks
+from . import native
 from .capture.in_flight import Pending, in_flight
 from .collection import paused
 from .errors import Error, Exhausted, Internal, Invalid
@@ -136,10 +136,10 @@ def save_async(
 
 
 # Each session's last state, as described for the plain verbs.
-_describers: weakref.WeakKeyDictionary[_native.Session, Describer] = weakref.WeakKeyDictionary()
+_describers: weakref.WeakKeyDictionary[native.Session, Describer] = weakref.WeakKeyDictionary()
 
 
-def _describer(timeout_s: float, process_group: Any = None) -> tuple[_native.Session, Describer]:
+def _describer(timeout_s: float, process_group: Any = None) -> tuple[native.Session, Describer]:
     session = current(timeout_s, process_group)
     describer = _describers.get(session)
     if describer is None:
@@ -148,7 +148,7 @@ def _describer(timeout_s: float, process_group: Any = None) -> tuple[_native.Ses
 
 
 def begin(
-    session: _native.Session,
+    session: native.Session,
     describer: Describer,
     url: Url,
     state: dict[str, Any],
@@ -160,14 +160,14 @@ def begin(
     prove_except: str | Sequence[str] = (),
     timeout_s: float,
     blocking: bool = False,
-    window: Callable[[_native.Described], _native.Window | None] = lambda described: None,
+    window: Callable[[native.Described], native.Window | None] = lambda described: None,
 ) -> Pending:
     """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before.
 
     ``window`` gives what was captured ahead of this save of what is described.
     """
 
-    def prepare() -> tuple[Pending, _native.Pending]:
+    def prepare() -> tuple[Pending, native.Pending]:
         place, notes = _expect_own_directory(expect_url(url)), dict((user() if callable(user) else user) or {})
         if step is not None:
             expect_step(step)
@@ -180,17 +180,17 @@ def begin(
             notes["shardfast.pickle"] = "allowed"
         in_flight.staged()
         said = describer.describe(state, pickle=pickle, excepted=patterns(prove_except))
-        ahead = window(said.native)
-        begun = _native.save(
+        ahead = window(said.described)
+        begun = native.save(
             session,
             place,
-            said.native,
+            said.described,
             said.values,
             said.owner,
             step=step,
             user=notes,
             timeout_s=timeout_s,
-            streams=_streams(said.native.devices),
+            streams=_streams(said.described.devices),
             blocking=blocking,
             prove=prove,
             window=ahead,
@@ -205,7 +205,7 @@ def begin(
     return pending
 
 
-def _until_captured(begun: _native.Pending) -> None:
+def _until_captured(begun: native.Pending) -> None:
     """Waits until everything is copied that the program may change after the call, also after an exception.
 
     A program that goes on after Ctrl-C changes what the save still copies, and the save would commit that.
@@ -290,7 +290,7 @@ def load(
         lambda: (Options(strict, rename, cast, patterns(only), per_rank, pickle), expect_url(url)),
         timeout_s,
     )
-    checkpoint = _native.open(session, place, timeout_s=timeout_s)
+    checkpoint = native.open(session, place, timeout_s=timeout_s)
     return fill(session, checkpoint, state, options, timeout_s)
 
 
@@ -317,7 +317,7 @@ def plan_load(
     options, place = prepared(
         session, lambda: (Options(strict, rename, cast, patterns(only), per_rank), expect_url(url)), timeout_s
     )
-    checkpoint = _native.open(session, place, timeout_s=timeout_s)
+    checkpoint = native.open(session, place, timeout_s=timeout_s)
     match = _matched(session, checkpoint, state, options, timeout_s, dry=True)
     forecast = match.installation.forecast()
     for name, number in checkpoint.plan(forecast.wants, forecast.values).items():
@@ -327,8 +327,8 @@ def plan_load(
 
 @paused
 def fill(
-    session: _native.Session,
-    checkpoint: _native.Checkpoint,
+    session: native.Session,
+    checkpoint: native.Checkpoint,
     state: dict[str, Any],
     options: Options,
     timeout_s: float,
@@ -357,8 +357,8 @@ def fill(
 
 
 def _matched(
-    session: _native.Session,
-    checkpoint: _native.Checkpoint,
+    session: native.Session,
+    checkpoint: native.Checkpoint,
     state: dict[str, Any],
     options: Options,
     timeout_s: float,
@@ -377,7 +377,7 @@ def _matched(
     return match
 
 
-def prepared(session: _native.Session, prepare: Callable[[], T], timeout_s: float) -> T:
+def prepared(session: native.Session, prepare: Callable[[], T], timeout_s: float) -> T:
     """The result of ``prepare`` on this rank; its error fails all ranks, so that none waits for this one."""
     try:
         return prepare()
@@ -391,7 +391,7 @@ def prepared(session: _native.Session, prepare: Callable[[], T], timeout_s: floa
             del agreed
 
 
-def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Exception:
+def _refused(session: native.Session, error: Exception, timeout_s: float) -> Exception:
     """Fails all ranks with this one's error, so that none waits for it; returns what to raise here."""
     if isinstance(error, MemoryError):
         kind = Exhausted.__name__
@@ -442,7 +442,7 @@ def expect_url(url: object) -> str:
         if home.startswith("~"):
             raise Invalid(f"{text}: there is no home directory of that name; write ./{text} for a file of that name")
         text = home
-    return _native.absolute_url(text)
+    return native.absolute_url(text)
 
 
 def _expect_own_directory(place: str) -> str:

@@ -450,7 +450,7 @@ def check_writes_to_dtensors(rank, world):
     natives = []
     for name, write in writes:  # from the second time on, the state is described already
         described = describer.describe({"model": model, "optimizer": optimizer}, pickle=False)
-        natives.append(described.native)
+        natives.append(described.described)
         model(torch.ones(2, 64)).sum().backward()  # gathers the parameters, and writes none
         assert [change for one in described.watched for change in one.changes()] == []
         with torch.no_grad():

@@ -427,12 +427,19 @@ def test_the_native_module_is_called_from_few_places():
             continue
         tree = ast.parse(read(name))
         for line, imported in imports(module, tree):
-            if is_under(imported, "shardfast._native"):
+            if is_under(imported, "shardfast.native"):
                 found.append(f"{name}:{line}: imports {imported}")
-        for node, text in code_texts(tree):
-            if "_native" in text:
-                found.append(f"{name}:{node.lineno}: names {text!r}")
     offenders(f"only {sorted(NATIVE_CALLERS)} cross into Rust: pass what is needed from there", found)
+
+
+def test_the_extension_is_imported_in_one_place():
+    found = []
+    for module, name in python_modules().items():
+        tree = ast.parse(read(name)) if module != "shardfast.native" else ast.Module([], [])
+        said = [(line, imported) for line, imported in imports(module, tree)]
+        said += [(node.lineno, text) for node, text in code_texts(tree)]
+        found += [f"{name}:{line}: names {text!r}" for line, text in said if "_native" in text]
+    offenders("import shardfast.native, which alone imports the extension", found)
 
 
 def code_texts(tree: ast.AST) -> list[tuple[ast.Constant, str]]:

@@ -18,8 +18,8 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .. import _native
 from .. import adapters as frameworks
+from .. import native
 from ..errors import Error, Invalid, Unavailable
 from ..nesting import call, work
 from ..state.description import Watched
@@ -41,9 +41,9 @@ class Pending:
     def __init__(
         self,
         url: str,
-        pending: _native.Pending,
+        pending: native.Pending,
         watched: Sequence[Watched],
-        window: _native.Window | None = None,
+        window: native.Window | None = None,
     ) -> None:
         self.url = url
         self.window = window
@@ -282,7 +282,7 @@ class InFlight:
         finally:
             # An interpreter that ends kills threads that return to it from Rust, which aborts the process.
             self.is_over = True
-            _native.interpreter_ends()
+            native.interpreter_ends()
             self._watched.put(None)
             if self._watcher is not None:
                 self._watcher.join()

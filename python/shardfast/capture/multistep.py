@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from .. import _native
 from .. import adapters as frameworks
+from .. import native
 from ..errors import Error, Invalid
 from ..state.catalog import Ints, Refused
 from ..state.entries import BundleEntry, units_of, walk_units
@@ -62,7 +62,7 @@ class Ahead:
     _variants: dict[Hashable, tuple[str | None, str]] = field(default_factory=dict)
     _of: object = None
     _steps: Sequence[Steps] = ()
-    _window: _native.Window | None = None
+    _window: native.Window | None = None
     _is_rehearsal: bool = False
     _needs_rehearsal: bool = True
     _classes: Sequence[Hashable] = ()
@@ -120,7 +120,7 @@ class Ahead:
         return left == self.steps - 1 or (left == REHEARSAL_STEPS and self._needs_rehearsal)
 
     def open(
-        self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
+        self, session: native.Session, described: native.Described, owner: object, state: object, left: int
     ) -> None:
         """Opens a window over what the optimizers of the state step.
 
@@ -135,7 +135,7 @@ class Ahead:
             self.reason = _why(error)
 
     def _open(
-        self, session: _native.Session, described: _native.Described, owner: object, state: object, left: int
+        self, session: native.Session, described: native.Described, owner: object, state: object, left: int
     ) -> None:
         if self._of is not described or not all(steps.is_current() for steps in self._steps):
             entries = walk_units(list(units_of(state)), frameworks.active()).entries
@@ -173,7 +173,7 @@ class Ahead:
         for steps, of in zip(self._steps, numbers, strict=True):
             steps.begin(left, of)
         streams = self._streams()
-        window = _native.Window(session, described, owner, given, units, streams, self._is_waited, self._pace)
+        window = native.Window(session, described, owner, given, units, streams, self._is_waited, self._pace)
         window.go_on(streams)
         self._window, self._is_rehearsal = window, rehearses
         self._classes = list(classes)
@@ -222,7 +222,7 @@ class Ahead:
         if self._is_refuted:
             self.let_go(_REFUTED)
 
-    def take(self, described: _native.Described) -> _native.Window | None:
+    def take(self, described: native.Described) -> native.Window | None:
         """Returns what was captured ahead of the save of what is described, which begins now; if anything was."""
         self._expect_sound()
         if described is not self._of:
@@ -254,12 +254,12 @@ class Ahead:
         return None
 
     @staticmethod
-    def waited_in(window: _native.Window) -> float:
+    def waited_in(window: native.Window) -> float:
         """Seconds that the training is known to have waited for copies in that window."""
         figures = json.loads(window.figures())
         return float(figures["wait_ms"] + figures["gradient_ms"]) / 1e3
 
-    def ended(self, window: _native.Window, of: dict[str, Any], *, is_committed: bool) -> None:
+    def ended(self, window: native.Window, of: dict[str, Any], *, is_committed: bool) -> None:
         """A save with what was captured ahead has ended, and did this."""
         figures = {name: float(figure) for name, figure in of.items() if name != "reason"}
         self._pace = window.pace() or self._pace

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .. import _native
 from .. import adapters as frameworks
+from .. import native
 from ..collection import Paused
 from ..errors import Invalid
 from .catalog import (
@@ -84,9 +84,9 @@ Patterns = tuple[str, ...]
 class Watched:
     """Tensors that are captured lazily and what wraps them, how they were, and their places in the state."""
 
-    hold: _native.Hold
+    hold: native.Hold
     tensors: list[Any]
-    stamp: _native.Stamp
+    stamp: native.Stamp
     places: Sequence[str]
 
     def changes(self) -> list[str]:
@@ -100,14 +100,14 @@ class Description:
     """A state at one moment.
 
     Attributes:
-        native: Its leaves and memory.
+        described: Its leaves and memory.
         values: Those of its object leaves, in order.
         watched: Tensors that are copied later, and may not change before.
         owner: Keeps the memory allocated that is not copied yet.
     """
 
-    native: _native.Described
-    values: Sequence[_native.Value]
+    described: native.Described
+    values: Sequence[native.Value]
     watched: Sequence[Watched]
     owner: object
 
@@ -158,7 +158,7 @@ class Describer:
             return self.describe(state, pickle=pickle, excepted=excepted)
         return None
 
-    def tensors(self, state: object) -> tuple[_native.Described, object] | None:
+    def tensors(self, state: object) -> tuple[native.Described, object] | None:
         """The leaves of a state as last described, and what keeps their memory allocated; calls no code of the state.
 
         ``None`` if bundles or their tensors are others than then.
@@ -169,7 +169,7 @@ class Describer:
             seen = known.seen(units, frameworks.active()) if known is not None else None
         if known is None or seen is None:
             return None
-        return known.native, [one.stamp for one in seen.watched]
+        return known.described, [one.stamp for one in seen.watched]
 
     def describe(self, state: object, *, pickle: bool, excepted: Patterns = ()) -> Description:
         """The state as it is now. Copies of leaves that ``excepted`` selects are never compared between ranks.
@@ -511,7 +511,7 @@ class _Lazy:
         places: In the state, for messages.
     """
 
-    hold: _native.Hold
+    hold: native.Hold
     numbers: Sequence[int]
     wrapped: Sequence[int]
     places: Sequence[str]
@@ -541,10 +541,10 @@ class _Known:
         eager: The numbers of what is captured eagerly, but not in the call.
     """
 
-    native: _native.Described
+    described: native.Described
     kinds: Sequence[type]
     bundles: Sequence[_Bundle]
-    outline: _native.Outline
+    outline: native.Outline
     lazy: Sequence[_Lazy]
     eager: Sequence[int]
     extras: Extras
@@ -601,7 +601,7 @@ class _Known:
         if _extras(leaves.objects, leaves.named, [source.memory for source in sources]) != self.extras:
             return None
         owner = ([one.stamp for one in watched], [tensors[number] for number in self.eager], sources)
-        return Description(self.native, [leaf.value for leaf in leaves.objects], watched, owner)
+        return Description(self.described, [leaf.value for leaf in leaves.objects], watched, owner)
 
     def _rest(
         self,
@@ -624,14 +624,14 @@ class _Known:
         return leaves
 
 
-def outlined(outlines: Sequence[Outline]) -> _native.Outline | None:
+def outlined(outlines: Sequence[Outline]) -> native.Outline | None:
     """The outline with which later saves check the bundles; ``None`` if they do not support it."""
     given = []
     for one in outlines:
         inside = [(number, *there) for number, there in one.inside.items()]
         given.append((one.objects, one.tensors, one.parameters, one.others, inside, one.members, one.place))
     try:
-        return _native.Outline(given)
+        return native.Outline(given)
     except _UNTOLD:
         return None
 
@@ -640,9 +640,9 @@ _UNTOLD = (AttributeError, TypeError, ValueError, BufferError, RuntimeError)
 """What a framework raises, or a tensor that does not tell where it lies."""
 
 
-def held(hold: Hold, wrapped: Sequence[int] = ()) -> _native.Hold:
+def held(hold: Hold, wrapped: Sequence[int] = ()) -> native.Hold:
     """Passes on how an adapter holds tensors' memory and notices changes; numbers of those that others wrap."""
-    return _native.Hold(hold.memory, hold.address, hold.version, hold.retain, wrapped)
+    return native.Hold(hold.memory, hold.address, hold.version, hold.retain, wrapped)
 
 
 def _described(
@@ -655,7 +655,7 @@ def _described(
         for entry in found.bundles
         for value, kind, alike, made, unmade in entry.bundle.makers()
     ]
-    native = _native.Described([native_leaf(leaf) for leaf in leaves], makers)
+    described = native.Described([native_leaf(leaf) for leaf in leaves], makers)
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
     numbers_of: dict[Adapter | Parts, list[int]] = {}
     eager = []
@@ -678,7 +678,7 @@ def _described(
         watched += [one for one in [lazy[-1].watched(own + [outer[i] for i in wrapped])] if one is not None]
     owner = ([one.stamp for one in watched], [leaf.source.owner for leaf in tensors])
     values = [leaf.value for leaf in leaves if isinstance(leaf, ObjectLeaf)]
-    description = Description(native, values, watched, owner)
+    description = Description(described, values, watched, owner)
     # Bundles alone tell whether their tensors are still the same; an optimizer's parameters may stand elsewhere.
     is_outside = any(number >= found.in_bundles for of in numbers_of.values() for number in of)
     if is_outside or any(leaf.source.is_copy for leaf in tensors):
@@ -694,4 +694,4 @@ def _described(
     memory: list[object] = [memory_of[number] for number in range(found.in_bundles, len(found.named))]
     extras = _extras(found.objects, extra, memory)
     kinds = list(map(type, found.adapters))
-    return description, _Known(native, kinds, bundles, outline, lazy, eager, extras, excepted)
+    return description, _Known(described, kinds, bundles, outline, lazy, eager, extras, excepted)

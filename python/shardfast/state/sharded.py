@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .. import _native
-from .._native import Tagged
+from .. import native
 from ..errors import Corrupt, Error, Invalid
+from ..native import Tagged
 from . import units
 from .catalog import Adapter, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .entries import PIECE, Entry, ShardedEntry, ValueEntry, Walked
@@ -163,7 +163,7 @@ def pieces_of(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], dict[int, Sav
 
 
 def load(
-    checkpoint: _native.Checkpoint,
+    checkpoint: native.Checkpoint,
     walked: Walked,
     saved: Sequence[SavedLeaf],
     options: Options,
@@ -212,7 +212,7 @@ def _leaves(one: _Dealt) -> list[int]:
     return [*(piece.index for piece in one.pieces), *one.below]
 
 
-def _disagreements(checkpoint: _native.Checkpoint, entries: Sequence[ShardedEntry], timeout_s: float) -> list[str]:
+def _disagreements(checkpoint: native.Checkpoint, entries: Sequence[ShardedEntry], timeout_s: float) -> list[str]:
     """Lists what is wrong with the ranks' pieces together: each index below the count is some rank's."""
     said = [f"{one.key}/{one.name}\n{one.sharded.index}\n{one.sharded.count}" for one in entries]
     _, told = checkpoint.agree([], said, timeout_s)
@@ -235,7 +235,7 @@ def _disagreements(checkpoint: _native.Checkpoint, entries: Sequence[ShardedEntr
 
 
 def _deal(
-    checkpoint: _native.Checkpoint,
+    checkpoint: native.Checkpoint,
     dealt: Sequence[_Dealt],
     adapters: Sequence[Adapter],
     saved: Sequence[SavedLeaf],

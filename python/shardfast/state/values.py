@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from .. import _native
-from .._native import Tagged
+from .. import native
 from ..errors import Corrupt, Error, Invalid, Unsupported
+from ..native import Tagged
 from .catalog import Adapter, Refused
 from .stateful import PerRank, Sharded
 
@@ -53,7 +53,7 @@ _ATOMS = frozenset({type(None), bool, int, float, bytes})
 def decode(data: bytes, place: str) -> object:
     """The lowered value of its bytes; ``place`` is its place for errors."""
     try:
-        return _native.decode(data)
+        return native.decode(data)
     except (Corrupt, Unsupported) as error:
         raise type(error)(f"{place}: {error}") from error
     except MemoryError:
@@ -154,13 +154,13 @@ class Lowering:
     pickle: bool = False
 
 
-def capture(value: object, how: Lowering) -> _native.Value:
+def capture(value: object, how: Lowering) -> native.Value:
     """The encoding of ``value`` as it is now.
 
     Raises:
         Invalid: Naming the place of what cannot be stored.
     """
-    return _native.Value(value, _Lower(how).strange, how.place)
+    return native.Value(value, _Lower(how).strange, how.place)
 
 
 class _Lower:

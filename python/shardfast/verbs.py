@@ -349,10 +349,9 @@ def fill(
     encoded, traffic = checkpoint.load(bound.wants, bound.values, timeout_s, _streams(bound.devices), peer_reads)
     match.plan.add(traffic)
     # Each rank makes its values alone: an error of one fails all, before any rank has changed.
-    prepared(session, lambda: installation.make(encoded), timeout_s)
-    checkpoint.agree([], [], timeout_s)
-    prepared(session, installation.install, timeout_s)
-    checkpoint.agree([], [], timeout_s)
+    for step in (functools.partial(installation.make, encoded), installation.install):
+        prepared(session, step, timeout_s)
+        checkpoint.agree([], [], timeout_s)  # without findings it is a barrier, which fails with the rank that failed
     return match.plan
 
 

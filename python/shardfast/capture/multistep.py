@@ -8,12 +8,15 @@ proves that they are those of the tensors. What is not known to have the same bi
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import json
 import logging
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -30,7 +33,16 @@ _log = logging.getLogger("shardfast")
 REHEARSAL_STEPS = 2
 """Steps that a rehearsal sees before its save: with one, implementations that differ later could agree."""
 
-_REFUTED = "a save found that tensors were changed by something else than steps of the optimizer"
+
+class Phase(enum.Enum):
+    """Phases of captures ahead of saves; each says why a save in it is captured in one step."""
+
+    OFF = "over=1 says so"
+    UNREHEARSED = "nothing was rehearsed yet"
+    REHEARSING = "its optimizers are being rehearsed"
+    READY = ""
+    OPEN = "its window is open"
+    REFUTED = "a save found that tensors were changed by something else than steps of the optimizer"
 
 
 def _why(error: Exception) -> str:
@@ -40,10 +52,8 @@ def _why(error: Exception) -> str:
 
 def _spoken(size: float) -> str:
     """Bytes for people, with three digits: ``31.5 GB``."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size / 1e3:.3g} kB"
+    unit, name = next((one for one in ((1e9, "GB"), (1e6, "MB")) if size >= one[0]), (1e3, "kB"))
+    return f"{size / unit:.3g} {name}"
 
 
 @dataclass(eq=False, repr=False)
@@ -63,10 +73,9 @@ class Ahead:
     _of: object = None
     _steps: Sequence[Steps] = ()
     _window: native.Window | None = None
-    _is_rehearsal: bool = False
-    _needs_rehearsal: bool = True
+    _phase: Phase = Phase.OFF
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _classes: Sequence[Hashable] = ()
-    _is_refuted: bool = False
     _is_waited: bool = False
     _pace: tuple[float, float] | None = None
     # Steps between saves, as the last one was followed by; steps to the next save at the last call.
@@ -81,12 +90,19 @@ class Ahead:
     def __post_init__(self) -> None:
         if isinstance(self.over, bool) or not isinstance(self.over, int) or self.over < 1:
             raise Invalid(f"over={self.over!r}: expected a number of steps of at least 1")
-        self.reason = "over=1 says so" if self.over == 1 else "nothing was rehearsed yet"
+        self._enter(Phase.OFF if self.over == 1 else Phase.UNREHEARSED)
+
+    def _enter(self, phase: Phase) -> None:
+        """Goes on in another phase, unless a thread that concludes saves has found the captures refuted."""
+        with self._lock:
+            self._phase = Phase.REFUTED if self._phase is Phase.REFUTED else phase
+            if self._phase is not Phase.OPEN:
+                self.reason = self._phase.value
 
     @property
     def is_off(self) -> bool:
         """Whether no window is ever opened."""
-        return self.over == 1
+        return self._phase is Phase.OFF
 
     @property
     def is_open(self) -> bool:
@@ -108,16 +124,14 @@ class Ahead:
         """Whether a window opens now, so many steps before the next save that is due."""
         if self.is_off or left is None:
             return False
-        is_behind_save, self._left = left >= self._left, left
-        if is_behind_save:
-            self._interval = left
+        self._interval = left if left >= self._left else self._interval  # the first call behind a save
+        self._left = left
         if self._window is not None:
             return False
-        if self.steps == 1:
-            if self._interval == 1:
-                self.reason = "every step is saved"
+        if self._interval == 1:
+            self.reason = "every step is saved"
             return False
-        return left == self.steps - 1 or (left == REHEARSAL_STEPS and self._needs_rehearsal)
+        return left == self.steps - 1 or (left == REHEARSAL_STEPS and self._phase is Phase.UNREHEARSED)
 
     def open(
         self, session: native.Session, described: native.Described, owner: object, state: object, left: int
@@ -126,61 +140,58 @@ class Ahead:
 
         ``described`` are the leaves of that state, ``owner`` keeps their memory allocated.
         """
-        if self._is_refuted:
-            self.reason = _REFUTED
-            return
-        try:
-            self._open(session, described, owner, state, left)
-        except Exception as error:  # the training goes on
-            self.reason = _why(error)
-
-    def _open(
-        self, session: native.Session, described: native.Described, owner: object, state: object, left: int
-    ) -> None:
-        if self._of is not described or not all(steps.is_current() for steps in self._steps):
-            entries = walk_units(list(units_of(state)), frameworks.active()).entries
-            found = [entry.bundle.steps() for entry in entries if isinstance(entry, BundleEntry)]
-            self._steps, self._of = [steps for steps in found if steps is not None], described
-        known = {unit: self._variants.get(unit[:6]) for steps in self._steps for unit in steps.units}
-        if not known:
+        with self._guarded():
+            if self._phase is Phase.REFUTED:
+                raise Refused(self._phase.value)
+            if self._of is not described or not all(steps.is_current() for steps in self._steps):
+                entries = walk_units(list(units_of(state)), frameworks.active()).entries
+                found = (entry.bundle.steps() for entry in entries if isinstance(entry, BundleEntry))
+                self._steps, self._of = [steps for steps in found if steps is not None], described
+            known = {unit: self._variants.get(unit[:6]) for steps in self._steps for unit in steps.units}
             refused = [steps.reason for steps in self._steps if steps.reason]
-            self.reason = refused[0] if refused else "the state has no optimizer that was stepped"
-            return
-        self._needs_rehearsal = rehearses = None in known.values()
-        if rehearses and left != REHEARSAL_STEPS:
-            self.reason = f"its optimizers are to be rehearsed first, which takes {REHEARSAL_STEPS} steps before a save"
-            return
-        classes: dict[Hashable, int] = {}
-        given: list[tuple[str, str, str, str, bool | None, str | None]] = []
-        units: list[tuple[int, int, Ints]] = []
-        numbers: list[list[int]] = []
-        for steps in self._steps:
-            numbers.append([])
-            for unit in steps.units:
-                kind = unit[:6]
-                variant = self._variants.get(kind, (None, ""))[0]
-                if not rehearses and variant is None:
-                    numbers[-1].append(-1)
-                    continue
-                if kind not in classes:
-                    classes[kind] = len(classes)
-                    given.append((*kind[:5], None if rehearses else variant))
-                numbers[-1].append(len(units))
-                units.append((classes[kind], unit.numel, unit.addresses))
-        if not units:
-            self.reason = next(why for name, why in self._variants.values() if name is None)
-            return
-        for steps, of in zip(self._steps, numbers, strict=True):
-            steps.begin(left, of)
-        streams = self._streams()
-        window = native.Window(session, described, owner, given, units, streams, self._is_waited, self._pace)
-        window.go_on(streams)
-        self._window, self._is_rehearsal = window, rehearses
-        self._classes = list(classes)
-        if rehearses:
-            self.reason = "its optimizers are being rehearsed"
-        without = [variant[1] for variant in known.values() if variant is not None and variant[0] is None]
-        self._rest = next(iter([*without, *(steps.reason for steps in self._steps if steps.reason)]), "")
+            if not known:
+                raise Refused(next(iter(refused), "the state has no optimizer that was stepped"))
+            rehearses = None in known.values()
+            if rehearses:
+                self._enter(Phase.UNREHEARSED)
+                if left != REHEARSAL_STEPS:
+                    takes = f"which takes {REHEARSAL_STEPS} steps before a save"
+                    raise Refused(f"its optimizers are to be rehearsed first, {takes}")
+            classes: dict[Hashable, tuple[int, tuple[str, str, str, str, bool | None, str | None]]] = {}
+            units: list[tuple[int, int, Ints]] = []
+            numbers: list[list[int]] = []
+            for steps in self._steps:
+                numbers.append([])
+                for unit in steps.units:
+                    kind = unit[:6]
+                    variant = None if rehearses else self._variants[kind][0]
+                    if not rehearses and variant is None:
+                        numbers[-1].append(-1)
+                        continue
+                    number, _ = classes.setdefault(kind, (len(classes), (*kind[:5], variant)))
+                    numbers[-1].append(len(units))
+                    units.append((number, unit.numel, unit.addresses))
+            if not units:
+                raise Refused(next(why for name, why in self._variants.values() if name is None))
+            for steps, of in zip(self._steps, numbers, strict=True):
+                steps.begin(left, of)
+            streams = self._streams()
+            given = [said for _, said in classes.values()]
+            window = native.Window(session, described, owner, given, units, streams, self._is_waited, self._pace)
+            window.go_on(streams)
+            self._window, self._classes = window, list(classes)
+            self._enter(Phase.REHEARSING if rehearses else Phase.OPEN)
+            without = [variant[1] for variant in known.values() if variant is not None and variant[0] is None]
+            self._rest = next(iter([*without, *refused]), "")
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Lets go of what is held after an exception, and notes it as the reason: the training goes on."""
+        try:
+            yield
+        except Exception as error:
+            self.let_go(_why(error))
+            self.reason = _why(error)
 
     def _streams(self) -> dict[int, int]:
         """The streams on which the optimizers' devices work now."""
@@ -188,51 +199,44 @@ class Ahead:
 
     def stepping(self, optimizer: object) -> None:
         """An optimizer is about to step."""
-        if self._window is None:
-            return
-        try:
-            self._window.stepping(self._streams())
-            for steps in self._steps:
-                steps.stepping(optimizer)
-        except Exception as error:  # the training goes on
-            self.let_go(_why(error))
+        if self._window is not None:
+            with self._guarded():
+                self._window.stepping(self._streams())
+                for steps in self._steps:
+                    steps.stepping(optimizer)
 
     def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped."""
-        window = self._window
-        if window is None:
-            return
-        try:
-            streams = self._streams()
-            for steps in self._steps:
-                applied, scalars = steps.taken(optimizer)
-                if applied:
-                    window.stepped(applied, scalars, steps.place, streams)
-        except Exception as error:  # the training goes on
-            self.let_go(_why(error))
+        if self._window is not None:
+            with self._guarded():
+                streams = self._streams()
+                for steps in self._steps:
+                    applied, scalars = steps.taken(optimizer)
+                    if applied:
+                        self._window.stepped(applied, scalars, steps.place, streams)
 
     def let_go(self, reason: str) -> None:
         """Gives back what is held: the next save is captured in one step."""
         if self._window is not None:
             self._window.let_go(reason)
-            self._window, self.reason = None, reason
-
-    def _expect_sound(self) -> None:
-        """Lets go of what is held if a save has found other bits than those that were rolled forward."""
-        if self._is_refuted:
-            self.let_go(_REFUTED)
+            self._window = None
+            self._enter(Phase.UNREHEARSED if self._phase is Phase.REHEARSING else Phase.READY)
+            self.reason = reason
 
     def take(self, described: native.Described) -> native.Window | None:
         """Returns what was captured ahead of the save of what is described, which begins now; if anything was."""
-        self._expect_sound()
-        if described is not self._of:
+        phase = self._phase
+        if phase is Phase.REFUTED:
+            self.let_go(phase.value)
+        elif described is not self._of:
             self.let_go("the state has other tensors than when its capture began")
         window, self._window = self._window, None
         if window is None:
             return None
-        if not self._is_rehearsal:
-            self.reason = ""
+        if phase is Phase.OPEN:
+            self._enter(Phase.READY)
             return window
+        self._enter(Phase.UNREHEARSED)
         try:
             found = window.rehearse(self._streams())
         except Exception as error:  # the save goes on
@@ -243,12 +247,11 @@ class Ahead:
             if is_known:
                 self._variants[kind] = (name, why)
         unknown = [why for _, why, is_known in found if not is_known]
-        self._needs_rehearsal = bool(unknown)
+        if not unknown:
+            self._enter(Phase.READY)
         without = [why for name, why, is_known in found if is_known and name is None]
         if unknown or len(without) == len(found):
             self.reason = [*unknown, *without][0]
-        else:
-            self.reason = ""
         if without:
             _log.info("captured in one step: %s", without[0])
         return None
@@ -263,9 +266,8 @@ class Ahead:
         """A save with what was captured ahead has ended, and did this."""
         figures = {name: float(figure) for name, figure in of.items() if name != "reason"}
         self._pace = window.pace() or self._pace
-        self._is_refuted = self._is_refuted or window.is_refuted()
-        if self._is_refuted:
-            self.reason = _REFUTED
+        if window.is_refuted() or self._phase is Phase.REFUTED:
+            self._enter(Phase.REFUTED)
         elif is_committed and figures["held_bytes"]:
             self._saves += 1
             self._figures.append(figures)
@@ -281,13 +283,11 @@ class Ahead:
     def passed(self) -> None:
         """A step of the training is over: copies go on."""
         self._stamps.append(time.monotonic())
-        self._expect_sound()
-        if self._window is None:
-            return
-        try:
-            self._window.go_on(self._streams())
-        except Exception as error:  # the training goes on
-            self.let_go(_why(error))
+        if self._phase is Phase.REFUTED:
+            self.let_go(Phase.REFUTED.value)
+        if self._window is not None:
+            with self._guarded():
+                self._window.go_on(self._streams())
 
     def __str__(self) -> str:
         now = f"in one step, because {self.reason}" if self.reason else ""

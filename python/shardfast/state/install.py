@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,21 +27,9 @@ from .wants import Want
 _log = logging.getLogger("shardfast")
 
 
-@dataclass
-class Installs:
-    """Calls that give made values to the state's objects.
-
-    Attributes:
-        first: The calls in their order.
-        last: Those behind them, of what is read at each save: the others may draw numbers.
-    """
-
-    first: list[Callable[[], None]] = field(default_factory=list)
-    last: list[Callable[[], None]] = field(default_factory=list)
-
-    def give(self, entry: ValueEntry, value: object) -> None:
-        """Adds the call for a value that was made."""
-        (self.last if isinstance(entry.stateful, Stateful) else self.first).append(given(entry, value))
+Installs = list[tuple[bool, Callable[[], None]]]
+"""Calls that give made values to the state's objects, and whether they come last: installing may draw numbers, which
+changes what is read at each save."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +68,7 @@ class Received:
 
 
 class Bound(NamedTuple):
-    """Wants of a load, as Rust takes them.
-
-    Attributes:
-        wants: Regions of tensors, with their memory.
-        values: Saved leaf and copy of every value, in order.
-        devices: Devices that have some of the memory.
-    """
+    """Wants of a load, as Rust takes them: regions with their memory, leaf and copy of values, the memory's devices."""
 
     wants: list[tuple[Any, ...]]
     values: list[tuple[int, int]]
@@ -97,15 +80,8 @@ class Installation:
     """Everything that a load fills, makes and installs on this rank.
 
     Attributes:
-        plan: The plan of the load, which says more once values are made.
-        options: The user's options.
-        adapters: The frameworks in use.
         made: Values in pieces that were made already.
-        wants: Tensors to fill.
-        values: Values to make.
-        bundles: Modules and optimizers.
         loaded: Tensors below values, by the names of their leaves.
-        installs: Calls that give made values to the state's objects.
         finish_last: Places, and calls that need all tensors filled.
         warning: Text for the log when all is made; empty for none.
     """
@@ -118,7 +94,7 @@ class Installation:
     values: list[Value] = field(default_factory=list)
     bundles: list[Received] = field(default_factory=list)
     loaded: dict[tuple[str, str], Any] = field(default_factory=dict)
-    installs: Installs = field(default_factory=Installs)
+    installs: Installs = field(default_factory=list)
     finish_last: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     warning: str = ""
     _finish: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
@@ -165,7 +141,7 @@ class Installation:
         for value in self.values:
             made = [self._raise(value, next(remaining)) for _ in value.copies]
             value.receive(made if value.merges else made[0])
-        self.installs.last += [given(one.entry, one.value) for one in self.made]
+        self.installs += [(True, given(one.entry, one.value)) for one in self.made]
         for bundle in self.bundles:
             entry = bundle.entry
             try:
@@ -183,17 +159,17 @@ class Installation:
                 raise
             except Exception as error:  # of a value that no bundle has
                 raise Corrupt(f"{entry.place}: what is stored does not fit: {reason(error)}") from error
-            self.installs.first.append(functools.partial(installed, restored.install, entry.place))
+            self.installs.append((False, functools.partial(installed, restored.install, entry.place)))
             missing = {f"{entry.key}/{entry.prefix}{name}" for name in restored.missing}
             self.plan.missing += sorted(missing)
             self.plan.dropped = [name for name in self.plan.dropped if name not in missing]
             self.plan.unexpected += [f"{entry.key}/{entry.prefix}{name}" for name in restored.unexpected]
 
     def install(self) -> None:
-        """Installs what was loaded and made. What is read at each save comes last: installing may draw numbers."""
+        """Installs what was loaded and made."""
         if self.warning:
             _log.warning("%s: %s", self.plan.url, self.warning)
-        for install in (*self.installs.first, *self.installs.last):
+        for _, install in sorted(self.installs, key=operator.itemgetter(0)):
             install()
 
     def _raise(self, value: Value, encoded: bytes) -> Any:
@@ -236,6 +212,11 @@ def filling(adapter: Adapter | Parts, tensor: Any, put: Put | None, place: str, 
     return receive
 
 
+def give(installs: Installs, entry: ValueEntry, value: object) -> None:
+    """Has a made value installed."""
+    installs.append((isinstance(entry.stateful, Stateful), given(entry, value)))
+
+
 def given(entry: ValueEntry | ShardedEntry, value: object) -> Callable[[], None]:
     """Returns the call that gives a made value to what stands at a place in the state.
 
@@ -245,25 +226,18 @@ def given(entry: ValueEntry | ShardedEntry, value: object) -> Callable[[], None]
     stateful = entry.stateful
     if stateful is None:
         return lambda: entry.put(value)
-    if isinstance(stateful, Stateful):
-        return checked(stateful, value, entry.place)
     try:
-        frameworks.expect_as_saved(stateful, value)
+        if not isinstance(stateful, Stateful):
+            frameworks.expect_as_saved(stateful, value)
+            return lambda: load_into(stateful, value, entry.place)
+        try:
+            stateful.check(value)
+        except (Refused, Error, MemoryError):
+            raise
+        except Exception as error:
+            raise Corrupt(f"{entry.place}: what is stored does not fit: {reason(error)}") from error
     except Refused as refused:
         raise Invalid(f"{entry.place}: {refused}") from refused
-    return lambda: load_into(stateful, value, entry.place)
-
-
-def checked(stateful: Stateful, value: object, place: str) -> Callable[[], None]:
-    """Returns the call that gives a made value to an object, which has checked it before."""
-    try:
-        stateful.check(value)
-    except Refused as refused:
-        raise Invalid(f"{place}: {refused}") from refused
-    except (Error, MemoryError):
-        raise
-    except Exception as error:
-        raise Corrupt(f"{place}: what is stored does not fit: {reason(error)}") from error
     return lambda: stateful.load_state_dict(value)
 
 

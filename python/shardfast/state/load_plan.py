@@ -6,7 +6,6 @@ import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..errors import Invalid
 from .catalog import SavedLeaf, SavedObject, SavedTensor
@@ -25,26 +24,6 @@ _REMEDIES = {
         "modulo the number of saving ranks"
     ),
 }
-
-
-class Copied(Protocol):
-    """A value to load, of which ranks may have saved different ones."""
-
-    @property
-    def leaf(self) -> SavedObject:
-        """The value as saved."""
-
-    @property
-    def name(self) -> str:
-        """Its name here."""
-
-    @property
-    def copies(self) -> list[int]:
-        """The numbers of the copies to take."""
-
-    @property
-    def merges(self) -> bool:
-        """Whether it is made of all of them."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +62,6 @@ class Options:
         if own is not None or self.per_rank == "error":
             return own
         return copy_of_rank(leaf, rank % saved_world if self.per_rank == "index" else 0)
-
-    def asked(self, values: Iterable[Copied], moved: str) -> list[str]:
-        """Has each value of ranks that have moved be that of rank 0, if the user says so.
-
-        Returns:
-            The problems, if the user says nothing.
-        """
-        problems = []
-        for value in values if moved else ():
-            count = 1 if value.merges else len(value.leaf.copies)
-            if count > 1 and self.per_rank == "error":
-                problems.append(f"per rank: {value.name} has {count} different values, and the ranks moved: {moved}")
-            elif count > 1 and self.per_rank == "rank0":
-                value.copies[:] = [copy_of_rank(value.leaf, 0) or 0]
-        return problems
 
     def ranked(self, leaf: SavedObject, first: int | None) -> tuple[list[int], int]:
         """All copies of a value that merges: ``first``, which :meth:`copy_for` gives, then by their lowest ranks.

@@ -13,8 +13,8 @@ from typing import Any
 from ..errors import Corrupt, Invalid
 from .catalog import Adapter, Box, Destination, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .entries import BundleEntry, Put, ShardedEntry, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
-from .install import Installation, Received, Value, filling
-from .load_plan import LoadPlan, Options, Rename, by_ranks, moved
+from .install import Installation, Received, Value, filling, give
+from .load_plan import LoadPlan, Options, Rename, by_ranks, copy_of_rank, moved
 from .masters import EXACT, Masters
 from .overlaps import overlaps, written
 from .padding import differ_by_padding, other_padding, said
@@ -111,9 +111,7 @@ class Match:
             else:
                 self._bundle(entry)
         self._apart()
-        self.plan.problems += options.asked(
-            self.installation.values, moved(saved, self._texts) if world == saved_world else ""
-        )
+        self._expect_same_ranks(moved(saved, self._texts) if world == saved_world else "")
         for pattern in options.only:
             chosen = Options(only=(pattern,), exact=options.exact)
             if not any(chosen.selects(f"{key}/{name}") for key, name in self._ours):
@@ -261,7 +259,7 @@ class Match:
             self._explain_tree(entry.key, entry.name)
             return
 
-        receive = functools.partial(self.installation.installs.give, entry)
+        receive = functools.partial(give, self.installation.installs, entry)
         saved = self._tensor_of(leaf)
         if saved is not None:
             receive_tensor = self._allocate(saved, f"{entry.key}/{entry.name}")
@@ -405,6 +403,16 @@ class Match:
                 self._want(saved, adapter, tensor, destination, name)
                 return tensor
         return self._allocate(saved, name)
+
+    def _expect_same_ranks(self, moved: str) -> None:
+        """Has values be those of rank 0 if the ranks have moved and the user says so; else notes problems."""
+        for value in self.installation.values if moved else ():
+            count = 1 if value.merges else len(value.leaf.copies)
+            if count > 1 and self._options.per_rank == "error":
+                problem = f"per rank: {value.name} has {count} different values, and the ranks moved: {moved}"
+                self.plan.problems.append(problem)
+            elif count > 1 and self._options.per_rank == "rank0":
+                value.copies[:] = [copy_of_rank(value.leaf, 0) or 0]
 
     def _copies(self, leaf: SavedObject, name: str, chosen: int | None) -> list[int]:
         """The saved copy for this rank."""

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from figures import OURS
 from ranks import made
 from shardfast import verbs
-from shardfast.load_plan import LoadPlan
 from shardfast.session import TIMEOUT_S
+from shardfast.state.load_plan import LoadPlan
 from states import State
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from figures import OURS, Figures, median, ours_first, ratio, spread, summary, table
 from ranks import Settings, drop_page_cache, in_turn, made, of_all, settle
-from shardfast.capture import in_flight
+from shardfast.capture.in_flight import in_flight
 
 Digests = dict[str, bytes]
 """By name the SHA-256 of what must come back."""

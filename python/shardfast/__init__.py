@@ -21,7 +21,7 @@ import importlib
 
 TYPE_CHECKING = False  # as typing's, without its import
 if TYPE_CHECKING:
-    from .capture import Pending
+    from .capture.in_flight import Pending
     from .checkpointer import Checkpointer
     from .errors import (
         Cancelled,
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from .inspection import Mapped, mapped
-    from .load_plan import LoadPlan
     from .schedule import best, every, last, optimal, steps
-    from .stateful import PerRank, Sharded, Stateful, random_state
+    from .state.load_plan import LoadPlan
+    from .state.stateful import PerRank, Sharded, Stateful, random_state
     from .verbs import load, plan_load, save, save_async
 
     __version__: str
@@ -77,12 +77,12 @@ __all__ = [
 
 _HOMES = {
     "Checkpointer": "checkpointer",
-    "LoadPlan": "load_plan",
+    "LoadPlan": "state.load_plan",
     "Mapped": "inspection",
-    "Pending": "capture",
-    "PerRank": "stateful",
-    "Sharded": "stateful",
-    "Stateful": "stateful",
+    "Pending": "capture.in_flight",
+    "PerRank": "state.stateful",
+    "Sharded": "state.stateful",
+    "Stateful": "state.stateful",
     "best": "schedule",
     "every": "schedule",
     "last": "schedule",
@@ -90,7 +90,7 @@ _HOMES = {
     "mapped": "inspection",
     "optimal": "schedule",
     "plan_load": "verbs",
-    "random_state": "stateful",
+    "random_state": "state.stateful",
     "save": "verbs",
     "save_async": "verbs",
     "steps": "schedule",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ._native import cli_main
+from .native import cli_main
 
 
 def main() -> int:

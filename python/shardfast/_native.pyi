@@ -281,7 +281,7 @@ class Part:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the part begins in the tensor's global shape."""
+        """Offsets of the part in the tensor's global shape, in elements."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -293,7 +293,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size of the part, in bytes."""
 
 @final
 class Tagged:
@@ -313,7 +313,7 @@ class Value:
         cls, value: object, lower: Callable[[object, tuple[object, ...]], object] | None = None, place: str = ""
     ) -> Self: ...
     def encoded(self) -> bytes:
-        """The encoding."""
+        """Returns the encoding."""
 
 @final
 class Described:

@@ -13,18 +13,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from . import _native
 from . import adapters as frameworks
-from .ahead import Ahead
-from .capture import Pending, in_flight
-from .description import Describer
+from . import native
+from .capture.in_flight import Pending, in_flight
+from .capture.multistep import Ahead
 from .errors import Corrupt, Error, Invalid
-from .load_plan import LoadPlan, Options, Rename
 from .nesting import call
 from .schedule import Keep, Schedule, noted
 from .session import TIMEOUT_S, current, expect_timeout, met, prepare
-from .state import units_of
-from .stateful import Sharded
+from .state.description import Describer
+from .state.entries import units_of
+from .state.load_plan import LoadPlan, Options, Rename
+from .state.stateful import Sharded
 from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")
@@ -149,9 +149,9 @@ class Checkpointer:
         self._is_prepared = False
         self.capture = capture
         self._running: list[tuple[Pending, Future[None]]] = []
-        self._retention: _native.Retention | None = None
+        self._retention: native.Retention | None = None
         if keep is not None:
-            self._retention = _native.Retention(
+            self._retention = native.Retention(
                 self.url, last=keep.last, every=keep.every, best=keep.best, timeout_s=timeout_s
             )
         # Steps that were taken back, and whose files are still there; None if that is not known.
@@ -204,7 +204,7 @@ class Checkpointer:
         began = time.perf_counter()
         if step is not None:
             prepared(session, lambda: self._expect_asked(step, older), self._timeout_s)
-            checkpoint = _native.open(session, _native.step_url(self.url, step), timeout_s=self._timeout_s)
+            checkpoint = native.open(session, native.step_url(self.url, step), timeout_s=self._timeout_s)
             self._expect_of(step, checkpoint)
             self.restored = fill(session, checkpoint, state, options, self._timeout_s)
             self._was_restored(step, checkpoint, state, began)
@@ -212,7 +212,7 @@ class Checkpointer:
             return step
         below: int | None = None
         while True:
-            found, skipped = _native.newest(session, self.url, older=older, below=below, timeout_s=self._timeout_s)
+            found, skipped = native.newest(session, self.url, older=older, below=below, timeout_s=self._timeout_s)
             if found is None:
                 if below is not None:
                     raise Corrupt(f"{self.url}: every committed checkpoint is damaged")
@@ -242,15 +242,15 @@ class Checkpointer:
         if older:
             raise Invalid(f"restore(step={step}, older=True): expected one of them: a step names its checkpoint")
 
-    def _expect_of(self, step: int, checkpoint: _native.Checkpoint) -> None:
+    def _expect_of(self, step: int, checkpoint: native.Checkpoint) -> None:
         recorded = checkpoint.info()["step"]
         if recorded not in (None, step):
             raise Invalid(
                 f"{checkpoint.url}: expected the checkpoint of step {step}, found that of step {recorded}, which was "
-                f"copied or renamed: move it to {_native.step_url(self.url, recorded)}, or out of the run"
+                f"copied or renamed: move it to {native.step_url(self.url, recorded)}, or out of the run"
             )
 
-    def _was_restored(self, step: int, checkpoint: _native.Checkpoint, state: dict[str, Any], began: float) -> None:
+    def _was_restored(self, step: int, checkpoint: native.Checkpoint, state: dict[str, Any], began: float) -> None:
         self.newest = self.committed = step
         self._prepare(state)
         self._schedule.restored(step, checkpoint.info()["user"], time.perf_counter() - began)
@@ -263,7 +263,7 @@ class Checkpointer:
         expect_step(step)
         self._settle(0)  # what is in flight may be of a later step
         session = current(self._timeout_s, self._process_group)
-        moved = _native.begin_run(session, self.url, step, rewind=self._rewind, timeout_s=self._timeout_s)
+        moved = native.begin_run(session, self.url, step, rewind=self._rewind, timeout_s=self._timeout_s)
         self._free_from = step
         if moved is not None and session.rank == 0:
             steps, into = moved
@@ -361,7 +361,7 @@ class Checkpointer:
         session = met(self._process_group)
         if session is not None and description is not None:
             with contextlib.suppress(Error):  # what is wrong with a device is an error of the save
-                session.reserve(description.native)
+                session.reserve(description.described)
 
     @_one_at_a_time
     def save(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
@@ -397,7 +397,7 @@ class Checkpointer:
 
     def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
         number = self._schedule.save_begun(step)
-        url = _native.step_url(self.url, step)
+        url = native.step_url(self.url, step)
         session = current(self._timeout_s, self._process_group)
         self._is_root = session.rank == 0
         pending = begin(
@@ -430,7 +430,7 @@ class Checkpointer:
         step: int,
         number: int,
         pending: Pending,
-        retention: _native.Retention | None,
+        retention: native.Retention | None,
         leaving: list[int] | None,
     ) -> None:
         """In the background: the second round of retention, the end of the save, then the first round."""
@@ -464,7 +464,7 @@ class Checkpointer:
             self.capture.ended(window, self.report["ahead"], is_committed=is_committed)
             pending.window = None
 
-    def _clear(self, retention: _native.Retention | None, leaving: list[int] | None) -> Exception | None:
+    def _clear(self, retention: native.Retention | None, leaving: list[int] | None) -> Exception | None:
         """Deletes the files of checkpoints that were taken back before the save began; returns what went wrong."""
         if retention is None or leaving == []:
             return None

@@ -3,7 +3,7 @@
 Every one names the thing, what was expected and what was found. All derive from :class:`Error`.
 """
 
-from ._native import (
+from .native import (
     Cancelled,
     Conflict,
     Corrupt,

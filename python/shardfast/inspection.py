@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from . import _native, session
 from . import adapters as frameworks
-from .catalog import Adapter, Ints, Refused
+from . import native, session
 from .errors import Invalid
-from .values import Raising, decode, raise_value
+from .state.catalog import Adapter, Ints, Refused
+from .state.values import Raising, decode, raise_value
 from .verbs import Url, expect_url
 
 
@@ -40,7 +40,7 @@ def mapped(url: Url, *, timeout_s: float = session.TIMEOUT_S) -> Mapped:
     place = expect_url(url)
     if not active:
         raise Invalid(f"{place}: import the framework to show the tensors with before mapping the checkpoint")
-    return Mapped(_native.open(session.alone(), place, timeout_s=timeout_s), active, timeout_s)
+    return Mapped(native.open(session.alone(), place, timeout_s=timeout_s), active, timeout_s)
 
 
 class Mapped(Mapping[str, Any]):
@@ -60,10 +60,10 @@ class Mapped(Mapping[str, Any]):
     for an element type that the framework does not have, or after :meth:`close`.
     """
 
-    def __init__(self, checkpoint: _native.Checkpoint, active: list[Adapter], timeout_s: float) -> None:
+    def __init__(self, checkpoint: native.Checkpoint, active: list[Adapter], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._url = checkpoint.url
-        self._open: tuple[_native.Checkpoint, _native.Mapped] | None = (checkpoint, _native.Mapped(checkpoint))
+        self._open: tuple[native.Checkpoint, native.Mapped] | None = (checkpoint, native.Mapped(checkpoint))
         self._adapters = active
         self._tensors: dict[str, tuple[int, str, Ints]] = {}
         self._values: dict[str, tuple[int, list[list[tuple[int, int]]]]] = {}
@@ -149,7 +149,7 @@ class Mapped(Mapping[str, Any]):
     ) -> None:
         self.close()
 
-    def _opened(self) -> tuple[_native.Checkpoint, _native.Mapped]:
+    def _opened(self) -> tuple[native.Checkpoint, native.Mapped]:
         if self._open is None:
             raise Invalid(f"{self._url}: this mapped checkpoint was closed: call sf.mapped again")
         return self._open
@@ -164,7 +164,7 @@ class Mapped(Mapping[str, Any]):
         return Invalid(f"{self._url}: {name}: {refused}: import a framework that has it before mapping the checkpoint")
 
 
-def _buffer(part: _native.Part) -> Any:
+def _buffer(part: native.Part) -> Any:
     """The memory of a part, which keeps it there."""
     buffer = (ctypes.c_char * part.bytes).from_address(part.address)
     buffer.part = part  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What saves cost a training, measured while it runs, and the interval between saves that follows from it."""
+"""Costs of saves to a training, measured while it runs, and the interval between saves that follows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from . import _native
+from . import native
 
 NOTE = "shardfast.interval"
 """The note of a checkpoint that holds a :class:`Record`."""
@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a checkpoint notes of its run, so that it survives restarts.
+    """Notes of a checkpoint about its run, which survive restarts.
 
     Attributes:
         restarts: How often the run was restarted.
@@ -65,7 +65,7 @@ class Record:
     figure: Figure | None = None
 
     def text(self) -> str:
-        """It as the text of a note."""
+        """Returns the record as the text of a note."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -187,7 +187,7 @@ class Costs:
         return len(self._quiet) >= QUIET_STEPS_MIN
 
     def _quiet_s(self, steps: int) -> float:
-        """What one of so many quiet steps takes.
+        """Returns how long one of ``steps`` quiet steps takes.
 
         The median over runs of steps, as long as there are five of them: it passes over an evaluation now and then as a
         median does, but counts what a few steps in each run take longer as a mean does, as in the sum that it is
@@ -238,7 +238,7 @@ def best(
 ) -> Figure:
     """The interval that wastes least, by a quiet step, the cost of a save and its lag, in seconds."""
     step_s, cost_s, lag_s = measured
-    steps, waste, limit = _native.best_interval(
+    steps, waste, limit = native.best_interval(
         step_s=step_s,
         cost_s=cost_s,
         lag_s=lag_s,
@@ -252,7 +252,7 @@ def best(
 
 def mean_time_between_failures(expected_s: float, restarts: int, trained_s: float) -> float:
     """The mean time between failures, in seconds, by what the user expects and what was seen."""
-    return _native.mean_time_between_failures(expected_s, restarts, trained_s)
+    return native.mean_time_between_failures(expected_s, restarts, trained_s)
 
 
 def time_of(text: str) -> float:
@@ -261,7 +261,7 @@ def time_of(text: str) -> float:
     Raises:
         Invalid: For what is no time above zero.
     """
-    return _native.time_of(text)
+    return native.time_of(text)
 
 
 def spoken(seconds: float) -> str:

@@ -31,8 +31,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ._native import Place, Session
 from .errors import Error, Invalid, Unavailable
+from .native import Place, Session
 
 _log = logging.getLogger("shardfast")
 
@@ -265,7 +265,7 @@ def _solo(process: int) -> Session:
 
 
 def _staging_bytes() -> int | None:
-    """What the environment says about staging memory."""
+    """Reads the size of staging memory from the environment."""
     text = os.environ.get(STAGING_BYTES)
     if text is None:
         return None
@@ -284,7 +284,7 @@ def _staging_bytes() -> int | None:
 
 
 def _fan_out() -> int | None:
-    """What the environment says about the tree's fan-out."""
+    """Reads the tree's fan-out from the environment."""
     text = os.environ.get(FANOUT)
     if text is None:
         return None
@@ -306,7 +306,7 @@ def _tls() -> tuple[str, str, str] | None:
 
 
 class Settings(NamedTuple):
-    """What this process's environment says of its job."""
+    """Settings of this process's job in its environment."""
 
     staging_bytes: int | None
     is_encrypted: bool
@@ -335,7 +335,7 @@ def settings() -> Settings:
 
 
 def address() -> str:
-    """Where this process would listen for ranks that join through it, as its environment is now: an IP address."""
+    """Returns the IP address where this process would listen for ranks that join through it, by its environment."""
     root = os.environ.get(ROOT, "").rpartition(":")[0].strip("[]")
     world = os.environ.get("WORLD_SIZE", "")
     return _host(int(world) if world.isdecimal() else 0, root or os.environ.get("MASTER_ADDR", ""))

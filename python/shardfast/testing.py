@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .catalog import Adapter, Bundle, Flat, Ints, Layout, Memory, Region, Source, item_bytes
-from .description import held, outlined
+from .state.catalog import Adapter, Bundle, Flat, Ints, Layout, Memory, Region, Source, item_bytes
+from .state.description import held, outlined
 
 Gather = Callable[["Snapshot"], Sequence["Snapshot"]]
 """Collects an object of every rank, by rank, on every rank: what ``torch.distributed.all_gather_object`` does."""
@@ -28,7 +28,7 @@ Gather = Callable[["Snapshot"], Sequence["Snapshot"]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank would save of a tensor: its layout, and the bytes of each region in row-major order."""
+    """One rank's part of a tensor as a save takes it: its layout, and the bytes of each region in row-major order."""
 
     layout: Layout
     contents: tuple[bytes, ...]

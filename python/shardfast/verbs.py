@@ -9,21 +9,19 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from . import _native
 from . import adapters as frameworks
-from .capture import Pending, in_flight
-from .catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from . import native
+from .capture.in_flight import Pending, in_flight
 from .collection import paused
-from .description import Describer
 from .errors import Error, Exhausted, Internal, Invalid
-from .giving import expect_none_in_use
-from .load_plan import LoadPlan, Options, Rename
-from .matching import Matching
 from .nesting import call
 from .session import TIMEOUT_S, current
-from .sharded import Pieces, pieces_of, selecting
-from .sharded import load as load_pieces
-from .state import walk
+from .state.catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .state.description import Describer
+from .state.entries import Walked, in_use, walk
+from .state.load_plan import LoadPlan, Options, Rename
+from .state.match import Match
+from .state.sharded import load as load_pieces
 
 Url = str | os.PathLike[str]
 T = TypeVar("T")
@@ -138,10 +136,10 @@ def save_async(
 
 
 # Each session's last state, as described for the plain verbs.
-_describers: weakref.WeakKeyDictionary[_native.Session, Describer] = weakref.WeakKeyDictionary()
+_describers: weakref.WeakKeyDictionary[native.Session, Describer] = weakref.WeakKeyDictionary()
 
 
-def _describer(timeout_s: float, process_group: Any = None) -> tuple[_native.Session, Describer]:
+def _describer(timeout_s: float, process_group: Any = None) -> tuple[native.Session, Describer]:
     session = current(timeout_s, process_group)
     describer = _describers.get(session)
     if describer is None:
@@ -150,7 +148,7 @@ def _describer(timeout_s: float, process_group: Any = None) -> tuple[_native.Ses
 
 
 def begin(
-    session: _native.Session,
+    session: native.Session,
     describer: Describer,
     url: Url,
     state: dict[str, Any],
@@ -162,14 +160,14 @@ def begin(
     prove_except: str | Sequence[str] = (),
     timeout_s: float,
     blocking: bool = False,
-    window: Callable[[_native.Described], _native.Window | None] = lambda described: None,
+    window: Callable[[native.Described], native.Window | None] = lambda described: None,
 ) -> Pending:
     """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before.
 
     ``window`` gives what was captured ahead of this save of what is described.
     """
 
-    def prepare() -> tuple[Pending, _native.Pending]:
+    def prepare() -> tuple[Pending, native.Pending]:
         place, notes = _expect_own_directory(expect_url(url)), dict((user() if callable(user) else user) or {})
         if step is not None:
             expect_step(step)
@@ -182,17 +180,17 @@ def begin(
             notes["shardfast.pickle"] = "allowed"
         in_flight.staged()
         said = describer.describe(state, pickle=pickle, excepted=patterns(prove_except))
-        ahead = window(said.native)
-        begun = _native.save(
+        ahead = window(said.described)
+        begun = native.save(
             session,
             place,
-            said.native,
+            said.described,
             said.values,
             said.owner,
             step=step,
             user=notes,
             timeout_s=timeout_s,
-            streams=_streams(said.native.devices),
+            streams=_streams(said.described.devices),
             blocking=blocking,
             prove=prove,
             window=ahead,
@@ -207,7 +205,7 @@ def begin(
     return pending
 
 
-def _until_captured(begun: _native.Pending) -> None:
+def _until_captured(begun: native.Pending) -> None:
     """Waits until everything is copied that the program may change after the call, also after an exception.
 
     A program that goes on after Ctrl-C changes what the save still copies, and the save would commit that.
@@ -292,7 +290,7 @@ def load(
         lambda: (Options(strict, rename, cast, patterns(only), per_rank, pickle), expect_url(url)),
         timeout_s,
     )
-    checkpoint = _native.open(session, place, timeout_s=timeout_s)
+    checkpoint = native.open(session, place, timeout_s=timeout_s)
     return fill(session, checkpoint, state, options, timeout_s)
 
 
@@ -319,17 +317,18 @@ def plan_load(
     options, place = prepared(
         session, lambda: (Options(strict, rename, cast, patterns(only), per_rank), expect_url(url)), timeout_s
     )
-    checkpoint = _native.open(session, place, timeout_s=timeout_s)
-    matching = _matched(session, checkpoint, state, options, timeout_s, dry=True)
-    for name, number in checkpoint.plan(matching.forecast_wants(), matching.value_wants()).items():
-        setattr(matching.plan, name, number)
-    return matching.plan
+    checkpoint = native.open(session, place, timeout_s=timeout_s)
+    match = _matched(session, checkpoint, state, options, timeout_s, dry=True)
+    forecast = match.installation.forecast()
+    for name, number in checkpoint.plan(forecast.wants, forecast.values).items():
+        setattr(match.plan, name, number)
+    return match.plan
 
 
 @paused
 def fill(
-    session: _native.Session,
-    checkpoint: _native.Checkpoint,
+    session: native.Session,
+    checkpoint: native.Checkpoint,
     state: dict[str, Any],
     options: Options,
     timeout_s: float,
@@ -341,62 +340,43 @@ def fill(
     ``peer_reads`` is ``"always"`` if one rank reads the bytes that several ranks want, ``"never"`` if each reads for
     itself, else the engine decides by where the storage is.
     """
-    matching = _matched(session, checkpoint, state, options, timeout_s)
-    matching.plan.expect_no_problems()
+    match = _matched(session, checkpoint, state, options, timeout_s)
+    match.plan.expect_no_problems()
     in_flight.staged()
     in_flight.let_go("a checkpoint was loaded since")
-    wants = prepared(session, matching.bind, timeout_s)
-    streams = _streams(matching.devices)
-    encoded, traffic = checkpoint.load(wants, matching.value_wants(), timeout_s, streams, peer_reads)
-    matching.plan.add(traffic)
+    installation = match.installation
+    bound = prepared(session, installation.bind, timeout_s)
+    encoded, traffic = checkpoint.load(bound.wants, bound.values, timeout_s, _streams(bound.devices), peer_reads)
+    match.plan.add(traffic)
     # Each rank makes its values alone: an error of one fails all, before any rank has changed.
-    prepared(session, lambda: matching.make(encoded), timeout_s)
-    checkpoint.agree([], [], timeout_s)
-    prepared(session, matching.install, timeout_s)
-    checkpoint.agree([], [], timeout_s)
-    return matching.plan
+    for step in (functools.partial(installation.make, encoded), installation.install):
+        prepared(session, step, timeout_s)
+        checkpoint.agree([], [], timeout_s)  # without findings it is a barrier, which fails with the rank that failed
+    return match.plan
 
 
 def _matched(
-    session: _native.Session,
-    checkpoint: _native.Checkpoint,
+    session: native.Session,
+    checkpoint: native.Checkpoint,
     state: dict[str, Any],
     options: Options,
     timeout_s: float,
     dry: bool = False,
-) -> Matching:
+) -> Match:
     info = checkpoint.info()
-    plan = LoadPlan(checkpoint.url, info["step"])
     saved = [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())]
-    walked, of_pieces = prepared(session, lambda: walk(state), timeout_s), Pieces()
-    in_use = expect_none_in_use(walked.entries, options.selects)
-    if pieces_of(saved):
-        options = selecting(options, saved)
-        alone = functools.partial(prepared, session, timeout_s=timeout_s)
-        walked, of_pieces = load_pieces(checkpoint, walked, saved, options, timeout_s, dry, alone)
-
-    def prepare() -> Matching:
-        return Matching(
-            walked,
-            saved,
-            plan,
-            options,
-            rank=session.rank,
-            world=session.world,
-            saved_world=info["world"],
-            dry=dry,
-        )
-
-    matching = prepared(session, prepare, timeout_s)
-    matching.take(of_pieces.made, [*of_pieces.problems, *in_use])
-    for traffic in of_pieces.traffic:
-        plan.add(traffic)
-    untouched, problems = checkpoint.agree(sorted(matching.touched), matching.own_problems(), timeout_s)
-    matching.conclude(untouched, problems)
-    return matching
+    alone = functools.partial(prepared, session, timeout_s=timeout_s)
+    walked: Walked = alone(lambda: walk(state))
+    problems = in_use(walked.entries, options.selects)
+    pieces = load_pieces(checkpoint, walked, saved, options, timeout_s, dry, alone)
+    pieces.problems += problems
+    ranks = {"rank": session.rank, "world": session.world, "saved_world": info["world"]}
+    match: Match = alone(lambda: Match(pieces, saved, url=checkpoint.url, step=info["step"], **ranks, dry=dry))
+    match.conclude(*checkpoint.agree(*match.findings(), timeout_s))
+    return match
 
 
-def prepared(session: _native.Session, prepare: Callable[[], T], timeout_s: float) -> T:
+def prepared(session: native.Session, prepare: Callable[[], T], timeout_s: float) -> T:
     """The result of ``prepare`` on this rank; its error fails all ranks, so that none waits for this one."""
     try:
         return prepare()
@@ -410,7 +390,7 @@ def prepared(session: _native.Session, prepare: Callable[[], T], timeout_s: floa
             del agreed
 
 
-def _refused(session: _native.Session, error: Exception, timeout_s: float) -> Exception:
+def _refused(session: native.Session, error: Exception, timeout_s: float) -> Exception:
     """Fails all ranks with this one's error, so that none waits for it; returns what to raise here."""
     if isinstance(error, MemoryError):
         kind = Exhausted.__name__
@@ -461,7 +441,7 @@ def expect_url(url: object) -> str:
         if home.startswith("~"):
             raise Invalid(f"{text}: there is no home directory of that name; write ./{text} for a file of that name")
         text = home
-    return _native.absolute_url(text)
+    return native.absolute_url(text)
 
 
 def _expect_own_directory(place: str) -> str:

@@ -8,7 +8,7 @@ import shardfast as sf
 import torch
 import torch.distributed as dist
 from deepspeed_jobs import Job, build, deepspeed, differences, said, step
-from shardfast.description import Describer, describe
+from shardfast.state.description import Describer, describe
 
 
 def state_of(engine):
@@ -108,7 +108,7 @@ def described_once(rank, world, place, jobs):
         for at in range(1, 3):
             step(engine, at)
             again = describer.describe(state_of(engine), pickle=False)
-            assert again.native is first.native, job
+            assert again.described is first.described, job
             assert [one.changes() for one in again.watched] == [[] for _ in again.watched]
         leaves = [leaf for leaf in describe(state_of(engine), notice=lambda by: None) if hasattr(leaf, "capture")]
         assert {leaf.capture for leaf in leaves} <= {"lazy", "inline"}, "the call copies what no step announces"
@@ -127,7 +127,7 @@ def described_once(rank, world, place, jobs):
                 describer.describe(state_of(engine), pickle=False)
         engine.optimizer.optimizer.state.clear()
         step(engine, 6)
-        assert describer.describe(state_of(engine), pickle=False).native is not first.native, job
+        assert describer.describe(state_of(engine), pickle=False).described is not first.described, job
 
 
 def test_later_saves_do_not_describe_the_engine_again(ranks, tmp_path):

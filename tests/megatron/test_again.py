@@ -5,8 +5,8 @@ import shardfast as sf
 import torch
 from jobs import Kind, Layout, begin, build, difference, step, truth
 from megatron.core.models.gpt import GPTModel
-from shardfast.catalog import TensorLeaf
-from shardfast.description import describe
+from shardfast.state.catalog import TensorLeaf
+from shardfast.state.description import describe
 
 
 def save_again(rank, world, place, kind, layout, target):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from jobs import HAS_LAYERS, Kind, Layout, begin, build
 from megatron.core import parallel_state
-from shardfast.catalog import TensorLeaf
-from shardfast.description import describe
+from shardfast.state.catalog import TensorLeaf
+from shardfast.state.description import describe
 from shardfast.testing import assemble, read
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

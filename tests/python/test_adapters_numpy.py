@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from shardfast.adapters.numpy import DTYPES, NumpyAdapter
-from shardfast.catalog import Refused
+from shardfast.state.catalog import Refused
 from shardfast.testing import check_tensor, restore
 
 ADAPTER = NumpyAdapter()

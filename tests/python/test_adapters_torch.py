@@ -13,11 +13,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from older import HIDDEN, IS_OLDER
-from shardfast.adapters import torch_memory, torch_placement
 from shardfast.adapters.torch import DTYPES, TorchAdapter
-from shardfast.adapters.torch_optimizers import Optimizers
-from shardfast.catalog import Destination, Flat, Layout, Memory, Origin, Part, Refused, Region, Source, Target
-from shardfast.parts import names_of
+from shardfast.adapters.torch import memory as torch_memory
+from shardfast.adapters.torch import placement as torch_placement
+from shardfast.adapters.torch.optimizers import Optimizers
+from shardfast.state.catalog import Destination, Flat, Layout, Memory, Origin, Part, Refused, Region, Source, Target
+from shardfast.state.parts import names_of
 from shardfast.testing import assemble, check_announced, check_tensor, check_writes_are_seen, restore, snapshot
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -18,8 +18,9 @@ import pytest
 import shardfast as sf
 import torch
 from older import IS_OLDER
-from shardfast.adapters.torch_steps import TorchSteps
-from shardfast.capture import in_flight
+from shardfast.adapters.torch.steps import TorchSteps
+from shardfast.capture.in_flight import in_flight
+from shardfast.capture.multistep import Ahead, Phase
 from test_replay import Lion
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -289,7 +290,7 @@ def test_a_window_that_is_open_is_let_go_when_an_earlier_save_finds_other_bits(t
             step_and_copy(ckpt, step, state)
             if step == 19:
                 assert ckpt.capture.is_open
-                ckpt.capture._is_refuted = True  # as the thread that concludes saves tells
+                ckpt.capture._enter(Phase.REFUTED)  # as the thread that concludes saves tells
         assert not ckpt.capture.is_open
     assert replayed(tmp_path, 14) > 0 and replayed(tmp_path, 21) == 0
     assert "changed by something else" in ckpt.report["ahead"]["reason"]
@@ -695,7 +696,7 @@ def test_gradients_of_a_pytorch_without_dlpacks_table(tmp_path, monkeypatch):
 
 def test_steps_are_timed_while_the_training_goes_on():
     # The text is made on any thread, while steps are added.
-    ahead, is_over = sf.ahead.Ahead(2), threading.Event()
+    ahead, is_over = Ahead(2), threading.Event()
     ahead._stamps.extend(step / 10 for step in range(10))
 
     def train() -> None:

@@ -17,8 +17,8 @@ import shardfast as sf
 import torch
 from layouts import build, held, local, same_bits, train
 from shardfast import _native, session
-from shardfast.capture import in_flight
-from shardfast.description import Describer
+from shardfast.capture.in_flight import in_flight
+from shardfast.state.description import Describer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -450,7 +450,7 @@ def check_writes_to_dtensors(rank, world):
     natives = []
     for name, write in writes:  # from the second time on, the state is described already
         described = describer.describe({"model": model, "optimizer": optimizer}, pickle=False)
-        natives.append(described.native)
+        natives.append(described.described)
         model(torch.ones(2, 64)).sum().backward()  # gathers the parameters, and writes none
         assert [change for one in described.watched for change in one.changes()] == []
         with torch.no_grad():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import shardfast as sf
 import torch
-from shardfast import description
+from shardfast.state import description
 from torch import nn
 
 

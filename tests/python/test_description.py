@@ -10,10 +10,10 @@ import torch
 from layouts import build, train
 from older import TABLE
 from shardfast.adapters import torch as torch_adapter
-from shardfast.adapters import torch_memory
-from shardfast.catalog import Memory
-from shardfast.description import Describer, describe
-from shardfast.parts import native_leaf
+from shardfast.adapters.torch import memory as torch_memory
+from shardfast.state.catalog import Memory
+from shardfast.state.description import Describer, describe
+from shardfast.state.parts import native_leaf
 from torch import nn
 
 
@@ -217,10 +217,10 @@ def test_a_remembered_description_is_a_fresh_one(table, seed):
             made, last = State(made.dice.randrange(1000)), None
             continue
         now = describer.describe(made.state, pickle=False)
-        if now.native is last:
+        if now.described is last:
             reused += 1
             assert leaves == expected
-        last, leaves = now.native, expected
+        last, leaves = now.described, expected
         assert sorted(value.encoded() for value in now.values) == sorted(values.values())
         for watched in now.watched:
             assert watched.changes() == []
@@ -235,9 +235,9 @@ def test_unchanged_states_are_not_described_again(table):
     for _ in range(5):
         made.step()
         made.values()
-        assert describer.describe(made.state, pickle=False).native is first.native
+        assert describer.describe(made.state, pickle=False).described is first.described
     made.state["optimizer"].state.clear()
-    assert describer.describe(made.state, pickle=False).native is not first.native
+    assert describer.describe(made.state, pickle=False).described is not first.described
 
 
 def test_states_that_are_saved_in_turn_are_each_described_once(table):
@@ -249,14 +249,14 @@ def test_states_that_are_saved_in_turn_are_each_described_once(table):
     describer = Describer(lambda by: None)
     before = None
     for turn in range(4):
-        natives = [describer.describe(state, pickle=False).native for state in states]
+        natives = [describer.describe(state, pickle=False).described for state in states]
         if turn > 1:
             assert [now is then for now, then in zip(natives, before, strict=True)][:3] == [True] * 3
         before = natives
         for made in (actor, critic):
             made.step()
     critic.state["optimizer"].state.clear()
-    natives = [describer.describe(state, pickle=False).native for state in states]
+    natives = [describer.describe(state, pickle=False).described for state in states]
     assert [now is then for now, then in zip(natives, before, strict=True)][:3] == [True, False, True]
     assert len(describer._known) == 4
     del critic, states, made
@@ -317,7 +317,7 @@ def check_layouts(rank, world, table):
         for step in range(3):
             train(model, optimizer, range(step, step + 1))
             state = {"model": model, "optimizer": optimizer, "extra": {"step": step}}
-            natives.append(describer.describe(state, pickle=False).native)
+            natives.append(describer.describe(state, pickle=False).described)
         reused[layout] = natives[1] is natives[0] and natives[2] is natives[0]
     return reused
 

@@ -14,7 +14,7 @@ import shardfast as sf
 import torch
 from layouts import LAYOUTS, Net, build, known, same_bits, train
 from safetensors import safe_open
-from shardfast.adapters import torch_memory
+from shardfast.adapters.torch import memory as torch_memory
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reader"))

@@ -28,9 +28,9 @@ from layouts import (
 from nets import net
 from nets import step as step_plain
 from shardfast.adapters.torch import TorchAdapter
-from shardfast.catalog import Flat, Part, Region
-from shardfast.description import Describer
-from shardfast.parts import adapter_of
+from shardfast.state.catalog import Flat, Part, Region
+from shardfast.state.description import Describer
+from shardfast.state.parts import adapter_of
 from shardfast.testing import check_tensor
 from torch import nn
 from torch.distributed._shard import sharded_tensor
@@ -214,14 +214,14 @@ def check_described_once(rank, world):
         for _ in range(2):
             step_wide(model, optimizer)
             again = describer.describe(state_of(model, optimizer), pickle=False)
-            assert again.native is first.native, kind
+            assert again.described is first.described, kind
             assert sum(len(one.places) for one in again.watched) >= 9, "what the optimizer steps is captured lazily"
             assert [one.changes() for one in again.watched] == [[] for _ in again.watched]
         step_wide(model, optimizer)
         assert all(len(one.changes()) == len(one.places) for one in again.watched), "a step shows in all of them"
         optimizer.state.clear()
         step_wide(model, optimizer)
-        assert describer.describe(state_of(model, optimizer), pickle=False).native is not first.native, kind
+        assert describer.describe(state_of(model, optimizer), pickle=False).described is not first.described, kind
 
 
 def test_later_saves_do_not_describe_the_state_again(ranks):

@@ -3,7 +3,7 @@
 import shardfast as sf
 import torch
 from shardfast.adapters.torch import TorchAdapter
-from shardfast.description import describe
+from shardfast.state.description import describe
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

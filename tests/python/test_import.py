@@ -1,11 +1,14 @@
-"""What `import shardfast` costs and offers."""
+"""What `import shardfast` costs and offers, and how its files are entered."""
 
+import collections
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import shardfast as sf
+from shardfast import verbs
 
 IMPORT_MS_MAX = 50
 
@@ -52,3 +55,24 @@ def test_errors_are_of_one_family():
     for kind in errors:  # they survive the way to another process
         copy = pickle.loads(pickle.dumps(kind("what happened")))
         assert (type(copy), copy.args) == (kind, ("what happened",))
+
+
+def test_a_load_enters_no_file_more_than_three_times(tmp_path):
+    """Who reads ``load`` from top to bottom opens each of the files it calls a few times only."""
+    state = {"extra": {"step": 1}}
+    sf.save(tmp_path / "one", state)
+    entered: collections.Counter[str] = collections.Counter()
+
+    def count(frame, event, argument):
+        caller = frame.f_back.f_code.co_filename if frame.f_back else ""
+        if event == "call" and caller == verbs.__file__ != frame.f_code.co_filename:
+            entered[frame.f_code.co_filename] += 1
+
+    sys.setprofile(count)
+    try:
+        sf.load(tmp_path / "one", state)
+    finally:
+        sys.setprofile(None)
+    ours = {Path(name).name: times for name, times in entered.items() if "shardfast" in Path(name).parts}
+    assert {"match.py", "install.py"} <= set(ours)
+    assert max(ours.values()) <= 3, ours

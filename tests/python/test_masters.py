@@ -5,9 +5,9 @@ import logging
 import pytest
 import shardfast as sf
 import torch
-from shardfast.catalog import SavedAlias, SavedObject, SavedTensor
-from shardfast.masters import Masters
-from shardfast.state import BundleEntry
+from shardfast.state.catalog import SavedAlias, SavedObject, SavedTensor
+from shardfast.state.entries import BundleEntry
+from shardfast.state.masters import Masters
 from torch import nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -312,7 +312,7 @@ def test_a_master_that_is_not_needed():
 
 def test_the_log_tells_of_16_bits_once(tmp_path, caplog, monkeypatch):
     """An optimizer of the state that says it keeps masters: none of PyTorch's does."""
-    from shardfast.adapters.torch_optimizers import Optimizers
+    from shardfast.adapters.torch.optimizers import Optimizers
 
     half, optimizer = trained(torch.optim.AdamW, torch.bfloat16)
     sf.save(tmp_path / "plain", {"model": half, "optimizer": optimizer})

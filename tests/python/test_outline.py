@@ -9,9 +9,9 @@ import pytest
 import shardfast as sf
 import torch
 from older import TABLE
-from shardfast.adapters.torch_capture import hold_of, place
-from shardfast.catalog import Hold, Inside, Outline
-from shardfast.description import held, outlined
+from shardfast.adapters.torch.hooks import hold_of, place
+from shardfast.state.catalog import Hold, Inside, Outline
+from shardfast.state.description import held, outlined
 
 
 class Box:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import shardfast as sf
 import torch
-from shardfast.catalog import Box
-from shardfast.overlaps import overlaps
+from shardfast.state.catalog import Box
+from shardfast.state.overlaps import overlaps
 from torch import nn
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shardfast import adapters
-from shardfast.catalog import Flat, Layout, Region
-from shardfast.padding import differ_by_padding, first_rows, other_padding, padded
+from shardfast.state.catalog import Flat, Layout, Region
+from shardfast.state.padding import differ_by_padding, first_rows, other_padding, padded
 
 
 @st.composite

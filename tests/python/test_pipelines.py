@@ -25,7 +25,7 @@ from layouts import (
     steppers,
 )
 from older import AVERAGED
-from shardfast.description import Describer
+from shardfast.state.description import Describer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -182,14 +182,14 @@ def check_described_once(rank, world):
             # The lists are made anew for each save, as a program may do.
             state = state_of([*stages], [*optimizer] if isinstance(optimizer, list) else optimizer)
             again = describer.describe(state, pickle=False)
-            assert again.native is first.native, kind
+            assert again.described is first.described, kind
             assert sum(len(one.places) for one in again.watched) >= 5, "what the optimizers step is captured lazily"
             assert [one.changes() for one in again.watched] == [[] for _ in again.watched]
         step_wide(stages, optimizer)
         if kind != "zero1":  # what ZeRO-1 broadcasts after a step is written past the counters
             assert all(len(one.changes()) == len(one.places) for one in again.watched), "a step shows in all of them"
         fewer = describer.describe({"model": stages}, pickle=False)
-        assert fewer.native is not first.native, kind
+        assert fewer.described is not first.described, kind
 
 
 def test_later_saves_do_not_describe_the_stages_again(ranks):

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from layouts import known, same_bits
 from ragged import FAMILIES, NeverMade, RaggedShard, _StridedRaggedShard
-from shardfast.adapters import torch_placement
 from shardfast.adapters.torch import TorchAdapter
-from shardfast.adapters.torch_capture import is_dtensor
-from shardfast.catalog import Flat, Refused, Region
+from shardfast.adapters.torch import placement as torch_placement
+from shardfast.adapters.torch.hooks import is_dtensor
+from shardfast.state.catalog import Flat, Refused, Region
 from shardfast.testing import check_announced, check_tensor, restore
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -3,8 +3,8 @@
 import pytest
 import shardfast as sf
 import torch
-from shardfast.catalog import SavedTensor
-from shardfast.load_plan import moved
+from shardfast.state.catalog import SavedTensor
+from shardfast.state.load_plan import moved
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from shardfast import _native, verbs
 from shardfast.errors import Corrupt, Error
-from shardfast.load_plan import Options
 from shardfast.session import current
+from shardfast.state.load_plan import Options
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard

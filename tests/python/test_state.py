@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 import shardfast as sf
 import torch
-from shardfast.catalog import AliasLeaf, ObjectLeaf, SavedAlias, SavedObject, SavedTensor, TensorLeaf, item_bytes
-from shardfast.description import describe
-from shardfast.load_plan import LoadPlan, Options
-from shardfast.matching import Matching
-from shardfast.state import KEPT_BYTES_MAX, walk
+from shardfast.state.catalog import (
+    AliasLeaf,
+    ObjectLeaf,
+    SavedAlias,
+    SavedObject,
+    SavedTensor,
+    TensorLeaf,
+    item_bytes,
+)
+from shardfast.state.description import describe
+from shardfast.state.entries import KEPT_BYTES_MAX, walk
+from shardfast.state.load_plan import LoadPlan, Options
+from shardfast.state.match import Match
+from shardfast.state.sharded import Pieces
 from torch import nn
 
 
@@ -67,24 +76,26 @@ class Stored:
         kinds = {SavedTensor: "tensor", SavedObject: "object", SavedAlias: "alias"}
         return {f"{leaf.key}/{leaf.name}": kinds[type(leaf)] for leaf in self.leaves}
 
-    def match(self, state, rank=0, world=1, **options) -> Matching:
+    def match(self, state, rank=0, world=1, **options) -> Match:
         only = options.pop("only", ())
         chosen = Options(only=(only,) if isinstance(only, str) else tuple(only), **options)
-        plan = LoadPlan("memory://here", 7)
         leaves = [leaf for leaf in self.leaves if leaf.name not in self.hidden]
-        return Matching(walk(state), leaves, plan, chosen, rank=rank, world=world, saved_world=self.world)
+        ranks = {"rank": rank, "world": world, "saved_world": self.world}
+        return Match(Pieces(walk(state), chosen), leaves, url="memory://here", step=7, **ranks)
 
     def load(self, state, rank=0, world=1, **options) -> LoadPlan:
         """What one rank's load does; the other ranks' opinions are taken to be the same."""
-        matching = self.match(state, rank, world, **options)
-        untouched = [leaf.index for leaf in self.leaves if leaf.index not in matching.touched]
-        matching.conclude(untouched, [(range(world), problem) for problem in matching.own_problems()])
-        matching.plan.expect_no_problems()
-        for want in matching.bind():
+        match = self.match(state, rank, world, **options)
+        touched, problems = match.findings()
+        untouched = [leaf.index for leaf in self.leaves if leaf.index not in touched]
+        match.conclude(untouched, [(range(world), problem) for problem in problems])
+        match.plan.expect_no_problems()
+        bound = match.installation.bind()
+        for want in bound.wants:
             self._fill(*want)
-        matching.make([self.bytes[wanted] for wanted in matching.value_wants()])
-        matching.install()
-        return matching.plan
+        match.installation.make([self.bytes[wanted] for wanted in bound.values])
+        match.installation.install()
+        return match.plan
 
     def _fill(self, index, offsets, lengths, pointer, strides_bytes) -> None:
         leaf = self.leaves[index]
@@ -488,10 +499,10 @@ def test_every_offender_is_in_one_error():
 
 def test_problems_tell_which_ranks_have_them():
     stored = Stored({"model": {"a": torch.ones(2)}})
-    matching = stored.match({"model": {"a": torch.ones(2)}}, rank=0, world=3)
-    matching.conclude([], [([1], "missing: model/b is not in the checkpoint"), ([0, 1, 2], "shape: all")])
+    match = stored.match({"model": {"a": torch.ones(2)}}, rank=0, world=3)
+    match.conclude([], [([1], "missing: model/b is not in the checkpoint"), ([0, 1, 2], "shape: all")])
     with pytest.raises(sf.Invalid, match=r"model/b is not in the checkpoint \(rank 1\)\n  shape: all\n"):
-        matching.plan.expect_no_problems()
+        match.plan.expect_no_problems()
 
 
 def test_names_can_be_mapped():
@@ -613,11 +624,9 @@ def test_a_plan_says_what_would_happen():
     saved = {"model": {"a": torch.ones(2), "b": torch.ones(3)}, "extra": {"step": 1}}
     state = {"model": {"a": torch.zeros(2).half(), "c": torch.zeros(1)}, "extra": {"step": 0}}
     stored = Stored(saved)
-    matching = stored.match(state, cast=True)
-    matching.conclude(
-        [leaf.index for leaf in stored.leaves if leaf.name == "b"], [([0], p) for p in matching.own_problems()]
-    )
-    text = str(matching.plan)
+    match = stored.match(state, cast=True)
+    match.conclude([leaf.index for leaf in stored.leaves if leaf.name == "b"], [([0], p) for p in match.findings()[1]])
+    text = str(match.plan)
     for line in (
         "memory://here (step 7): 1 tensors, 1 values",
         "    model/a: F32 -> F16",
@@ -627,7 +636,7 @@ def test_a_plan_says_what_would_happen():
         "    extra/step",
     ):
         assert line in text.splitlines()
-    wants = matching.forecast_wants()
+    wants = match.installation.forecast().wants
     assert [(want[1:3], want[4]) for want in wants] == [(((0,), (2,)), (4,))]
     assert math.prod(state["model"]["a"].shape) == 2
 

@@ -7,8 +7,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardfast import units
-from shardfast.catalog import Refused
+from shardfast.state import units
+from shardfast.state.catalog import Refused
 
 WEIGHTS = st.lists(st.integers(0, 50), max_size=40)
 

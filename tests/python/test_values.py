@@ -27,8 +27,8 @@ import shardfast as sf
 import torch
 from shardfast import adapters
 from shardfast._native import Tagged, Value
-from shardfast.stateful import PerRank
-from shardfast.values import DEPTH_MAX, Lowering, Raising, capture, decode, raise_value, tensors_in
+from shardfast.state.stateful import PerRank
+from shardfast.state.values import DEPTH_MAX, Lowering, Raising, capture, decode, raise_value, tensors_in
 
 
 def there_and_back(value, *, pickle=False, loads_pickle=None):

@@ -18,7 +18,7 @@ import shardfast as sf
 import torch
 from shardfast import adapters
 from shardfast._native import VALUE_BYTES_MAX, VALUE_CONTAINERS_MAX, VALUE_ITEMS_MAX, Tagged, Value
-from shardfast.values import EQUAL_HASHES_MAX, Lowering, Raising, capture, decode, raise_value
+from shardfast.state.values import EQUAL_HASHES_MAX, Lowering, Raising, capture, decode, raise_value
 from test_values import ARRAYS, PLAIN, Words
 
 P = (1 << 61) - 1
@@ -130,7 +130,7 @@ def test_a_foreign_exception_is_corrupt_whatever_it_is(monkeypatch):
     def fail(self, lowered, trail):
         raise SystemError("unforeseen \ud800")
 
-    monkeypatch.setattr("shardfast.values._Raise.value", fail)
+    monkeypatch.setattr("shardfast.state.values._Raise.value", fail)
     assert attempt(encoded(1)) is sf.Corrupt
 
 

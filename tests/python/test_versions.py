@@ -93,5 +93,5 @@ def test_no_private_name_of_torch_is_relied_on(tmp_path):
     )
     assert private_names(sample) == ["_x", "_z"]
     package = Path(verbs.__file__).parent
-    for path in (package / "session.py", *Path(adapters.__file__).parent.glob("*.py")):
+    for path in (package / "session.py", *Path(adapters.__file__).parent.rglob("*.py")):
         assert private_names(path) == [], path.name

@@ -8,10 +8,10 @@ import copy
 import pytest
 import shardfast as sf
 import torch
-from shardfast.adapters import torch_wrapped
-from shardfast.adapters.torch_placement import Placed
-from shardfast.catalog import Refused, Region
-from shardfast.description import Describer
+from shardfast.adapters.torch import wrapped as torch_wrapped
+from shardfast.adapters.torch.placement import Placed
+from shardfast.state.catalog import Refused, Region
+from shardfast.state.description import Describer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -138,16 +138,16 @@ def check_described_once(model, optimizer):
     for _ in range(2):
         losses(model, optimizer, 1)
         again = describer.describe(state, pickle=False)
-        assert again.native is first.native
+        assert again.described is first.described
         assert values(again) == values(first)
     wrapping = optimizer.state[model[0].weight]["momentum"]
     wrapping = wrapping._local_tensor if isinstance(wrapping, DTensor) else wrapping
     wrapping.label = "other"  # a value of the state
     again = describer.describe(state, pickle=False)
-    assert again.native is first.native
+    assert again.described is first.described
     assert values(again) == values(Describer(lambda by: None).describe(state, pickle=False)) != values(first)
     wrapping.scale = wrapping.scale.clone()
-    assert describer.describe(state, pickle=False).native is not first.native
+    assert describer.describe(state, pickle=False).described is not first.described
 
 
 def test_what_wraps_others_is_described_once():
@@ -156,9 +156,9 @@ def test_what_wraps_others_is_described_once():
     check_described_once(model, optimizer)
     describer = Describer(lambda by: None)
     first = describer.describe({"model": model}, pickle=False)
-    assert describer.describe({"model": model}, pickle=False).native is first.native
+    assert describer.describe({"model": model}, pickle=False).described is first.described
     model.coded.codes = model.coded.codes.clone()
-    assert describer.describe({"model": model}, pickle=False).native is not first.native
+    assert describer.describe({"model": model}, pickle=False).described is not first.described
 
 
 def test_what_an_optimizer_steps_inside_of_a_tensor_is_captured_lazily():

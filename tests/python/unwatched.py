@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from queue import SimpleQueue
 
-from shardfast.capture import Pending, in_flight
+from shardfast.capture.in_flight import Pending, in_flight
 
 
 class Aside:

@@ -59,7 +59,7 @@ def rust_kinds() -> list[str]:
 
 
 def exception_classes(tree: ast.Module) -> set[str]:
-    """Exceptions that a module defines or takes from `_native`."""
+    """Exceptions that a module defines or takes from `native`."""
     defined = {
         node.name
         for node in tree.body
@@ -68,7 +68,7 @@ def exception_classes(tree: ast.Module) -> set[str]:
     taken = {
         alias.name
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("_native")
+        if isinstance(node, ast.ImportFrom) and node.module == "native"
         for alias in node.names
     }
     return (defined | taken) - {"Error"}

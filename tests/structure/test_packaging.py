@@ -76,7 +76,7 @@ def test_the_versions_of_torch_are_those_that_are_tested():
 
 
 PINNED = ("oldest", "dev")
-TORCH_ADAPTER = "python/shardfast/adapters/torch.py"
+TORCH_ADAPTER = "python/shardfast/adapters/torch/__init__.py"
 
 
 def test_build_tools_are_pinned_once():

@@ -1,4 +1,4 @@
-"""Adapters of frameworks. An adapter is used once its framework has been imported: saves and loads import none."""
+"""Frameworks, one package each. An adapter is used once its framework was imported: saves and loads import none."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..catalog import Adapter, Objects
-from ..generators import RandomGenerators
+from ..state.catalog import Adapter, Objects
+from ..state.generators import RandomGenerators
 
 if TYPE_CHECKING:
-    from ..stateful import Stateful
+    from ..state.stateful import Stateful
 
 FRAMEWORKS = ("torch", "numpy")
 """Those with tensors of their own. A new whole tensor is one of the first that is imported."""
@@ -20,9 +20,9 @@ FRAMEWORKS = ("torch", "numpy")
 BUILT_ON_OTHERS = {
     "megatron.core.transformer.module": "megatron",
     "deepspeed.runtime.engine": "deepspeed",
-    "torch.distributed.fsdp": "torch_fsdp",
+    "torch.distributed.fsdp": "torch.fsdp1",
 }
-"""The files of frameworks whose tensors are another's, by the module that tells that they are in use. The most special
+"""Adapters of frameworks whose tensors are another's, by the module that tells that they are in use. The most special
 one stands first, and is asked first."""
 
 LOADERS = {
@@ -39,8 +39,8 @@ def active() -> list[Adapter]:
 
 
 def built_on_others() -> list[Objects]:
-    """What knows modules and optimizers of frameworks built on others that this process has imported."""
-    return [_objects(file) for module, file in BUILT_ON_OTHERS.items() if module in sys.modules]
+    """Returns the adapters of modules and optimizers of frameworks built on others that this process has imported."""
+    return [_objects(name) for module, name in BUILT_ON_OTHERS.items() if module in sys.modules]
 
 
 def installed() -> dict[str, tuple[str, bool]]:
@@ -55,7 +55,7 @@ def installed() -> dict[str, tuple[str, bool]]:
 
 
 def stands_for(value: object) -> Stateful | None:
-    """What stands for a data loader in pieces, whose workers are pieces of it; ``None`` for other objects."""
+    """Returns a stand-in for a data loader in pieces, its workers; ``None`` for other objects."""
     known = [_data(file) for module, file in LOADERS.items() if module in sys.modules]
     return next((found for found in (one.stateful_of(value) for one in known) if found is not None), None)
 
@@ -92,7 +92,7 @@ def expect_as_saved(value: object, state: object) -> None:
 def random_generators() -> dict[str, RandomGenerators]:
     """The modules for the global random generators of the frameworks that this process has imported, by framework."""
     names = [framework for framework in FRAMEWORKS if framework in sys.modules]
-    return {name: importlib.import_module(f"{__name__}.{name}_random") for name in names}
+    return {name: importlib.import_module(f"{__name__}.{name}.random") for name in names}
 
 
 @functools.cache
@@ -112,6 +112,6 @@ def _data(file: str) -> Any:
 
 
 @functools.cache
-def _objects(file: str) -> Objects:
-    objects: Objects = importlib.import_module(f"{__name__}.{file}").objects()
+def _objects(name: str) -> Objects:
+    objects: Objects = importlib.import_module(f"{__name__}.{name}").objects()
     return objects

@@ -13,9 +13,9 @@ from typing import Any
 from megatron.energon.savable_loader import SavableDataLoader, SavableDataLoaderState
 from megatron.energon.state import FlexState
 
-from ..catalog import Refused
-from ..stateful import Stateful
-from ..units import OWN, REPLICATED, UNITS
+from ..state.catalog import Refused
+from ..state.stateful import Stateful
+from ..state.units import OWN, REPLICATED, UNITS
 
 _SIZE, _NEXT = "micro_batch_size", "next_worker_id"
 

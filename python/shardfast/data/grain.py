@@ -13,9 +13,9 @@ from typing import Any
 
 from grain._src.python.dataset.dataset import DatasetIterator
 
-from ..catalog import Refused
-from ..stateful import Stateful
-from ..units import REPLICATED, UNITS, has_units
+from ..state.catalog import Refused
+from ..state.stateful import Stateful
+from ..state.units import REPLICATED, UNITS, has_units
 
 _IN_TURN, _WORKERS, _OF_ALL = "iterators_in_use_states", "worker_count", "global_next_index"
 

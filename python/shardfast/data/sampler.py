@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..catalog import Refused
 from ..errors import Invalid
+from ..state.catalog import Refused
 
 _log = logging.getLogger("shardfast")
 

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ..errors import Invalid
-from ..units import OWN, REPLICATED, UNITS
+from ..state.units import OWN, REPLICATED, UNITS
 
 _SHARD_WEIGHT = 1 << 20  # beside a buffered sample's, so that pieces get as many shards
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from .. import units
-from ..catalog import Refused
-from ..stateful import Stateful, looks_ahead
-from ..units import OWN, REPLICATED, UNITS
+from ..state import units
+from ..state.catalog import Refused
+from ..state.stateful import Stateful, looks_ahead
+from ..state.units import OWN, REPLICATED, UNITS
 from . import prefetch
 from .sampler import DistributedSampler, sampler_of
 
@@ -36,7 +36,7 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def stateful_of(value: object) -> Stateful | None:
-    """What stands for a loader in pieces; ``None`` if it is none of torchdata's."""
+    """Returns the stand-in for a loader in pieces; ``None`` if it is none of torchdata's."""
     return _Loader(value) if isinstance(value, StatefulDataLoader) else None
 
 
@@ -121,7 +121,7 @@ class _Loader(Stateful):
         return {_OPAQUE: snapshot}
 
     def merged(self, shared: list[Any]) -> list[Any]:
-        """What data ranks share that are dealt out: the pass has ended if it has on all of them."""
+        """Merges what data ranks share that are dealt out: the pass has ended if it has on all of them."""
         if not all(isinstance(one, dict) and "finished" in one for one in shared):
             return shared
         common = {"finished": all(one["finished"] for one in shared), "behind": max(one["behind"] for one in shared)}
@@ -239,7 +239,7 @@ def _workers_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _slots_of(worker: dict[str, Any]) -> list[str]:
-    """Where a worker's state lies: the dataset's, its iterator's, or both."""
+    """Returns the keys of a worker's state: the dataset's, its iterator's, or both."""
     fetcher = worker.get(_FETCHER) or {}
     return [slot for slot, state in ((_DATASET, worker[_DATASET]), (_ITERATOR, fetcher.get(_ITERATOR))) if state]
 

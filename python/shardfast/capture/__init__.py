@@ -1,0 +1,1 @@
+"""Copies of the state that saves take while the training goes on."""

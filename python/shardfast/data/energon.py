@@ -21,7 +21,7 @@ _SIZE, _NEXT = "micro_batch_size", "next_worker_id"
 
 
 def stateful_of(value: object) -> Stateful | None:
-    """What stands for a loader in pieces; ``None`` if it is none of Energon's."""
+    """Returns a stand-in for a loader in pieces; ``None`` if it is none of Energon's."""
     return _Loader(value) if isinstance(value, SavableDataLoader) else None
 
 

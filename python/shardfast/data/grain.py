@@ -21,7 +21,7 @@ _IN_TURN, _WORKERS, _OF_ALL = "iterators_in_use_states", "worker_count", "global
 
 
 def stateful_of(value: object) -> Stateful | None:
-    """What stands for an iterator in pieces; ``None`` if it is none of Grain's."""
+    """Returns a stand-in for an iterator in pieces; ``None`` if it is none of Grain's."""
     is_ours = isinstance(value, DatasetIterator) or type(value).__module__.startswith("grain.")
     is_iterator = all(hasattr(value, name) for name in ("get_state", "set_state"))
     return _Iterator(value) if is_ours and is_iterator else None

@@ -29,11 +29,7 @@ HELD = [
     "crates/store/",
     "crates/tools/",
     "crates/transfer/",
-    "python/shardfast/_native.pyi",
-    "python/shardfast/adapters/",
-    "python/shardfast/capture/",
-    "python/shardfast/data/",
-    "python/shardfast/state/",
+    "python/",
 ]
 RIDDLE = re.compile(r"(?:What|Where|Those|So many|As|Of|It)\b")
 DOC_WORDS_MIN = 3

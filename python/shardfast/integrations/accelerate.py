@@ -99,7 +99,7 @@ class _Loop:
     def load(
         self, original: Callable[..., Any], input_dir: Any = None, load_kwargs: Any = None, **options: Any
     ) -> None:
-        """``Accelerator.load_state()``."""
+        """Loads as ``Accelerator.load_state()`` does."""
         self.saves.settle(0)
         numbered = self._numbered()
         if input_dir is None and numbered is None:
@@ -124,13 +124,13 @@ class _Loop:
             self._call_load_hooks([], directory)
 
     def prepare(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """``Accelerator.prepare_data_loader()``."""
+        """Prepares as ``Accelerator.prepare_data_loader()`` does."""
         loader = original(*args, **options)
         Loader(self.accelerator, loader).prepared()
         return loader
 
     def end(self, original: Callable[..., Any]) -> None:
-        """``Accelerator.end_training()``."""
+        """Ends as ``Accelerator.end_training()`` does."""
         try:
             self.saves.settle(0)
         finally:

@@ -30,7 +30,7 @@ class Loader:
         self._is_dispatched = isinstance(loader, DataLoaderDispatcher)
 
     def entries(self) -> dict[str, Any]:
-        """What stands for it in a state."""
+        """Returns its entries in a state."""
         found: dict[str, Any] = {"epoch": sf.Stateful(self._epoch, self._set_epoch)}
         if not self._is_stateful:
             return found

@@ -22,7 +22,7 @@ _REPLACED = ".shardfast.replaced"
 
 
 class Found(NamedTuple):
-    """What a directory holds.
+    """Contents of a directory.
 
     Attributes:
         place: Where its checkpoint is, or is going to be.
@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
 
 def find(directory: Path) -> Found:
-    """What a directory holds, as this process sees it."""
+    """Returns the contents of a directory, as this process sees it."""
     place = directories.state_of(directory)
     away = directory / _REPLACED
     if directories.is_committed(directory) or not (away / "COMMIT").is_file():

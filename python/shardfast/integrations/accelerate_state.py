@@ -68,7 +68,7 @@ class State:
             _log.warning("save_state() between the micro-batches of a step: their gradients are not saved")
 
     def to_save(self) -> dict[str, Any]:
-        """What is saved."""
+        """Returns the state that is saved."""
         return {**{key: loader.entries() for key, loader in self._loaders().items()}, **self._without_loaders()}
 
     def load(self, place: str, models: Sequence[Any], *, is_strict: bool, pickle: bool) -> None:

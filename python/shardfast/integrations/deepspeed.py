@@ -56,7 +56,7 @@ class _Loop:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """``DeepSpeedEngine.save_checkpoint()``."""
+        """Saves as ``DeepSpeedEngine.save_checkpoint()`` does."""
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         expect_savable(engine)
@@ -104,7 +104,7 @@ class _Loop:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """``DeepSpeedEngine.load_checkpoint()``."""
+        """Loads as ``DeepSpeedEngine.load_checkpoint()`` does."""
         self.saves.settle(0)
         found: Found | None = find(absolute(str(load_dir)), None if tag is None else tag_of(tag), self.trackers)
         if found is None:
@@ -149,7 +149,7 @@ _loops: weakref.WeakKeyDictionary[Any, _Loop] = weakref.WeakKeyDictionary()
 
 
 def _loop_of(engine: Any) -> _Loop | None:
-    """What saves and loads an engine; ``None`` if its configuration has no block."""
+    """Returns the object that saves and loads an engine; ``None`` if its configuration has no block."""
     loop = _loops.get(engine)
     if loop is None and (block := block_of(engine)) is not None:
         loop = _loops[engine] = _Loop(block)

@@ -13,7 +13,7 @@ _STAGING = "SHARDFAST_STAGING_BYTES"
 
 
 class Block(NamedTuple):
-    """What the block says.
+    """Settings of the block.
 
     Attributes:
         pickle: Whether values that have no form as data are pickled.

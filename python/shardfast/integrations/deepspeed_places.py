@@ -65,7 +65,7 @@ def find(place: str, tag: str | None, trackers: Trackers) -> Found | None:
 
 
 def _replaced(place: str, name: str) -> Path:
-    """Where a checkpoint is while another one of the same tag is saved."""
+    """Returns the place of a checkpoint while another one of the same tag is saved."""
     return directory_of(place) / f".{name}.replaced"
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of an engine holds beside its parameters and its optimizer, and what a load does with it.
+"""Contents of an engine's checkpoint beside its parameters and its optimizer, and what a load does with it.
 
 - ``engine/…`` are values of the job: how many steps it made, its schedule, and the caller's ``client_state``.
 - ``random/own`` is each rank's random state.
@@ -34,7 +34,7 @@ class State:
         self._optimizer = engine.optimizer if steps and type(inside).__name__ != "DummyOptim" else None
 
     def _beside(self) -> dict[str, Any]:
-        """What else an engine saves, by name."""
+        """Returns the other values of an engine, by name."""
         engine = self._engine
         found: dict[str, Any] = {"scheduler": engine.lr_scheduler}
         if engine.random_ltd_enabled():

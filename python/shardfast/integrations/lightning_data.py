@@ -73,7 +73,7 @@ class Position:
         return [] if combined is None else [one for one in combined.flattened if is_stateful(one)]
 
     def end(self) -> End | None:
-        """What Lightning is about to forget at the end of a training; ``None`` if none runs."""
+        """Returns what Lightning is about to forget at the end of a training; ``None`` if none runs."""
         if self._loop._data_fetcher is None:
             return None
         loaders = [one for one in self._loaders if isinstance(one, StatefulDataLoader) and one._iterator is not None]

@@ -35,7 +35,7 @@ def directory(path: object) -> Path:
 
 
 def saving(path: Path) -> Path:
-    """Where a checkpoint is saved that gets its name when it is durable."""
+    """Returns the place of a checkpoint that gets its name when it is durable."""
     return path.with_name(f".{path.name}.saving")
 
 

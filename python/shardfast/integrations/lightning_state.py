@@ -1,4 +1,4 @@
-"""What is saved of the dict that Lightning's ``Trainer`` makes: values, and stand-ins for tensors."""
+"""Values saved of the dict that Lightning's ``Trainer`` makes: values, and stand-ins for tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Elsewhere(dict[str, Any]):
 
 
 def values_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What is saved as values.
+    """Returns what is saved as values.
 
     Raises:
         Unsupported: A hook or callback put other tensors where the model's or optimizers' stand.

@@ -52,13 +52,13 @@ class Through:
         self._generator: torch.Tensor | None = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Gathers nothing."""
+        """Returns a stand-in; gathers nothing."""
         if self._end is not None:  # Lightning asks its loaders for their states next, which draws from the generator
             self._generator = torch.get_rng_state()
         return Elsewhere(WEIGHTS)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Gathers nothing."""
+        """Returns a stand-in; gathers nothing."""
         return Elsewhere(OPTIMIZERS)
 
     @property

@@ -90,7 +90,7 @@ class _Loop:
         """``init_persistent_async_worker``: saves need no process of their own."""
 
     def save(self, original: Callable[[], Any], given: dict[str, Any]) -> None:
-        """``save_checkpoint``."""
+        """Saves as ``save_checkpoint`` does."""
         args, megatron, iteration = self._megatron.get_args(), self._megatron, int(given["iteration"])
         arguments.expect_understood(args)
         arguments.expect_call_understood("save_checkpoint", given)

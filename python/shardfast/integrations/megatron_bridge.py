@@ -34,7 +34,7 @@ _COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_sa
 
 
 class CheckpointManager:
-    """What Megatron-Bridge calls to save and to load, by its protocol of that name.
+    """Manager that Megatron-Bridge calls to save and to load, by its protocol of that name.
 
     Args:
         checkpoint_config: Its ``CheckpointConfig``.
@@ -55,7 +55,7 @@ class CheckpointManager:
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
-        """What Megatron-Bridge asks, beside files, whether there is something to load: here, too."""
+        """Returns this manager, which Megatron-Bridge asks, beside files, whether there is something to load."""
         return {"local_checkpoint_manager": self}
 
     def find_latest(self) -> int:

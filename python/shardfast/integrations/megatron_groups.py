@@ -1,4 +1,4 @@
-"""What the schedule of a job asks of its optimizer's groups, beside what a checkpoint says of them.
+"""Values that the schedule of a job asks of its optimizer's groups, beside what a checkpoint says of them.
 
 Each group has its own ends of the learning rate and of the weight decay, which Megatron's scheduler prefers to those of
 the whole job: a load would bring back the old ones whatever the job asks for.

@@ -97,7 +97,7 @@ def _last(args: Any) -> int:
 
 
 def _there(place: str, numbers: range) -> Iterable[int]:
-    """Those of the iterations with a directory; of an object store, which is not listed, the first."""
+    """Returns the iterations with a directory; of an object store, which is not listed, the first."""
     if is_far(place):
         return numbers[:1]
     names = os.listdir(directory_of(place)) if directory_of(place).is_dir() else []

@@ -1,4 +1,4 @@
-"""What an iteration of Megatron's loop saves beside model and optimizer, and what a load does with it.
+"""Values that an iteration of Megatron's loop saves beside model and optimizer, and what a load does with it.
 
 - ``training/…`` are values of the job: arguments, consumed samples, the learning-rate schedule, the iteration.
 - ``random/tp0-pp1-ep0-etp0`` are the random generators at a place of the layout; with ``--data-parallel-random-init``
@@ -167,7 +167,7 @@ class State:
         state["rerun"] = {"own": sf.PerRank(None)}
 
     def _place(self) -> str:
-        """Where this rank is in the layout, as far as random generators differ by it."""
+        """Returns the place of this rank in the layout, as far as random generators differ by it."""
         mpu = self._megatron.mpu
         place = (
             f"tp{mpu.get_tensor_model_parallel_rank()}-pp{mpu.get_pipeline_model_parallel_rank()}"

@@ -58,7 +58,7 @@ def below(place: str, name: str) -> str:
 
 
 def of_rank_0(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns or raises on rank 0, on all ranks; in a process without a group, here."""
+    """Returns or raises what ``call`` does on rank 0, on all ranks; in a process without a group, here."""
     if not dist.is_initialized():
         return call()
     outcome: list[Any] = [None, None]

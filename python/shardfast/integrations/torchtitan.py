@@ -45,7 +45,7 @@ class Shardfast(BaseCheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's options."""
+        """Options of torchtitan, and ours."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a torchtitan training saves, as a state.
+"""State of a torchtitan training.
 
 Names of torchtitan 0.3.0 that are used: a loader's ``dp_rank`` and ``dp_world_size``; of ``ParallelAwareDataloader``
 that its ``state_dict()`` is a pickle of that of torchdata's loader, from which it derives; of ``Trainer`` its state,

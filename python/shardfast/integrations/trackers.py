@@ -1,4 +1,4 @@
-"""What names the newest checkpoint of a directory, or of a prefix of an object store, once that is durable.
+"""Files that name the newest checkpoint of a directory, or of a prefix of an object store, once that is durable.
 
 In a directory it is a text file, replaced as a whole; in an object store a run with one small checkpoint. It is written
 after the commit of what it names.
@@ -34,7 +34,7 @@ class FileTracker:
         self.name = str(self._path)
 
     def read(self) -> str | None:
-        """What it says; ``None`` if it is not there.
+        """Returns its text; ``None`` if it is not there.
 
         Raises:
             Invalid: It cannot be read, or is no text.
@@ -77,7 +77,7 @@ class _RunTracker:
         self._run = sf.Checkpointer(self.name, keep=sf.last(1), rewind=True, process_group=group)
 
     def read(self) -> str | None:
-        """What it says; ``None`` if it is not there."""
+        """Returns its text; ``None`` if it is not there."""
         found: dict[str, dict[str, Any]] = {"newest": {"name": None}}
         self._run.restore(found)
         name: str | None = found["newest"]["name"]
@@ -96,7 +96,7 @@ class _NoTracker:
         self.name = below(place, name)
 
     def write(self, text: str, step: int) -> None:
-        """Does nothing."""
+        """Writes nothing: rank 0 does."""
 
 
 class Trackers:

@@ -1,4 +1,4 @@
-"""What of a Trainer is not saved by Shardfast, and what to do instead."""
+"""Options of a Trainer that are not saved by Shardfast, and what to do instead."""
 
 from __future__ import annotations
 

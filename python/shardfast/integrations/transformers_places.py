@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 def url_of(directory: str | Path) -> str:
-    """Where the checkpoint of a directory is, from any working directory."""
+    """Returns the place of a directory's checkpoint, from any working directory."""
     return str(directories.state_of(Path(directory)).absolute())
 
 
@@ -66,7 +66,7 @@ def newest(output_dir: str) -> str | None:
 
 
 def look(directory: str) -> Found | None:
-    """What a directory has to resume from; ``None`` if the trainer wrote it. All ranks call it; rank 0 looks.
+    """Returns what a directory has to resume from; ``None`` if the trainer wrote it. All ranks call it; rank 0 looks.
 
     ``trainer_state.json``, which the trainer reads by itself, is written again where a crash has damaged it.
 

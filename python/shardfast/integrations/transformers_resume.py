@@ -46,7 +46,7 @@ class Resume:
         return directory
 
     def position(self) -> sf.Sharded | None:
-        """Where the training loader is, if it has a state."""
+        """Returns the position of the training loader, if it has a state."""
         return self._data.position()
 
     def get_train_dataloader(self, original: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a checkpoint of a Trainer holds, and the small files beside it.
+"""Contents of a Trainer's checkpoint, and the small files beside it.
 
 - ``model/…``, ``optimizer/…``, ``scheduler/…``, ``scaler/…`` are the trainer's; ``random/own`` is each rank's.
 - ``data/position`` is that of a loader with a state.
@@ -133,7 +133,7 @@ class State:
             )
 
     def _beside(self) -> dict[str, Any]:
-        """What else the trainer has, by key."""
+        """Returns the other values of the trainer, by key."""
         trainer = self._trainer
         state: dict[str, Any] = {"optimizer": _inside(trainer.optimizer), "scheduler": trainer.lr_scheduler}
         scaler = getattr(trainer.accelerator, "scaler", None)
@@ -142,7 +142,7 @@ class State:
         return state
 
     def _model(self) -> Any:
-        """What is saved of the model: it, or the part that its adapters are and what else is trained."""
+        """Returns what is saved of the model: it, or the part that its adapters are and what else is trained."""
         trainer = self._trainer
         if not is_peft(trainer):
             return trainer.model

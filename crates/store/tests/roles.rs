@@ -173,7 +173,7 @@ fn keys_of_a_role(server: &Server) {
 
     // Keys that the service does not take any more are asked for again.
     *watch.expired.lock().unwrap() = Some(first.clone());
-    *watch.lasts.lock().unwrap() = Some(Duration::from_secs(4));
+    *watch.lasts.lock().unwrap() = Some(Duration::from_secs(12)); // they are used for half of it
     assert_eq!(place.put("again", b"bytes").unwrap_err().kind, Kind::Unavailable);
     place.put("again", b"bytes").unwrap();
     let second = watch.take().1.last().unwrap().key.clone();
@@ -182,7 +182,7 @@ fn keys_of_a_role(server: &Server) {
     // So are those that expire soon, before they do.
     place.put("again", b"bytes").unwrap();
     assert_eq!(watch.take().0.len(), 0);
-    std::thread::sleep(Duration::from_millis(2500));
+    std::thread::sleep(Duration::from_millis(6500));
     let before = place.service().unwrap().requests().puts;
     place.put("again", b"bytes").unwrap();
     let (asked, objects) = watch.take();
@@ -192,7 +192,7 @@ fn keys_of_a_role(server: &Server) {
 
     // Those that last are used on while STS refuses others.
     *watch.expired.lock().unwrap() = Some(key.to_owned());
-    std::thread::sleep(Duration::from_millis(2500));
+    std::thread::sleep(Duration::from_millis(6500));
     place.put("again", b"bytes").unwrap();
     let (asked, others) = watch.take();
     assert_eq!((asked.len(), &others[0].key), (1, &objects[0].key));

@@ -226,28 +226,22 @@ fn only_what_no_page_cache_holds_for_all_is_read_for_others() {
             checkpoint::open_from(engine, Ok(store), url, LONG)
         }
     };
+    let expect = |job: &Job, way, cached, is_shared: bool| {
+        let (flaw, traffic) = job.compare_by(way, on(cached), &truth, &mut Dice(3)).unwrap();
+        assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared == is_shared), "{traffic:?}");
+        let read = total(&traffic, |traffic| traffic.bytes_read);
+        assert!(!is_shared || (unique..unique + unique / 50).contains(&read), "{traffic:?}");
+    };
     // One page cache reads for all, whatever it has of it, unless something else was asked for.
     let job = Job::staged(Layout::columns(2), STAGING_BYTES);
-    let in_memory: [Cached; 4] = [|_| None, |_| Some(0), |_| Some(51), |rank| Some(rank as u64 * 100)];
-    for cached in in_memory {
-        for (way, is_shared) in [(PeerReads::Auto, false), (PeerReads::Always, true)] {
-            let (flaw, traffic) = job.compare_by(way, on(cached), &truth, &mut Dice(3)).unwrap();
-            assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared == is_shared), "{traffic:?}");
-            assert!(!is_shared || total(&traffic, |traffic| traffic.bytes_read) == unique, "{traffic:?}");
-        }
-    }
+    expect(&job, PeerReads::Auto, |_| None, false);
+    expect(&job, PeerReads::Auto, |rank| Some(u64::from(rank) * 100), false);
+    expect(&job, PeerReads::Always, |_| Some(51), true);
     // Ranks without memory in common: each reads for itself only if all have most of it in their page caches.
     let job = Job::staged(Layout::replicas(2), MESSAGES_BYTES);
-    let elsewhere: [(Cached, bool); 4] =
-        [(|_| Some(51), false), (|_| None, true), (|_| Some(49), true), (|rank| Some(rank as u64 * 100), true)];
-    for (cached, may_share) in elsewhere {
-        for (way, is_shared) in [(PeerReads::Auto, may_share), (PeerReads::Always, true)] {
-            let (flaw, traffic) = job.compare_by(way, on(cached), &truth, &mut Dice(3)).unwrap();
-            assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared == is_shared), "{traffic:?}");
-            let read = total(&traffic, |traffic| traffic.bytes_read);
-            assert!(!is_shared || (unique..unique + unique / 50).contains(&read), "{traffic:?}");
-        }
-    }
+    expect(&job, PeerReads::Auto, |_| Some(51), false);
+    expect(&job, PeerReads::Auto, |_| Some(49), true);
+    expect(&job, PeerReads::Auto, |rank| Some(u64::from(rank) * 100), true);
 }
 
 /// Storage that takes requests: what several ranks want is read once, in requests of about 8 MiB.

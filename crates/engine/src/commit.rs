@@ -2,7 +2,7 @@
 //!
 //! # Protocol
 //! 1. Every rank has made its data files durable, contents first, then names; checks that they still exist with their
-//!    sizes; and sends a receipt of what it wrote where.
+//!    sizes, where lists of the storage may be old; and sends a receipt of what it wrote where.
 //! 2. Rank 0 checks that every element of every leaf was written exactly once.
 //! 3. It writes the manifest (and a Hugging Face index where all tensors of a key are whole) under names of this
 //!    attempt, durable, and checks that they and all ranks' data files exist.

@@ -2,7 +2,7 @@
 
 One model, several batch sizes: the longer a step, the more of the copy it hides. `x` is the time of the copy in steps.
 Every way to save trains in turns, some intervals of steps with a save in the middle of each, beside the same number of
-steps without one. Saves of a turn end before the next turn. The law is that of `crates/multistep/src/choice.rs`.
+steps without one. Saves of a turn end before the next turn. The law is that of decision 27.
 
     bench/gpu/run.sh --multistep                       # x from about 0.5 to 5
     bench/gpu/run.sh --multistep --batches 4 --intervals 200,50,10
@@ -74,13 +74,13 @@ class Way:
 class Ours(Way):
     """A ``Checkpointer`` whose saves are captured over so many steps."""
 
-    def __init__(self, place: Path, training: Training, interval: int, over: int | None) -> None:
+    def __init__(self, place: Path, training: Training, interval: int, over: int) -> None:
         self._place, self._training, self._interval, self._over = place, training, interval, over
         self._open()
 
     def _open(self) -> None:
         every = sf.steps(self._interval)
-        over = None if self._over is None else min(self._over, self._interval)
+        over = min(self._over, self._interval)
         self.checkpointer = sf.Checkpointer(self._place, every=every, over=over, keep=sf.last(KEPT))
 
     def stepped(self, step: int) -> None:
@@ -244,13 +244,13 @@ Make = Callable[[Path, int], Way]
 
 
 def ways(args: argparse.Namespace, training: Training) -> dict[str, Make]:
-    def ours(over: int | None) -> Make:
+    def ours(over: int) -> Make:
         return lambda place, interval: Ours(place, training, interval, over)
 
     def rival(make: Callable[[Path, Training, int], Way]) -> Make:
         return lambda place, interval: make(place, training, interval)
 
-    found: dict[str, Make] = {QUIET: lambda place, interval: Way(), LAZY: ours(1), "chosen": ours(None)}
+    found: dict[str, Make] = {QUIET: lambda place, interval: Way(), LAZY: ours(1)}
     found |= {f"over {k} steps": ours(k) for k in args.over}
     found |= {f"over {k} steps, waited": ours(k) for k in args.over}
     found |= {"synchronous": rival(synchronous), "copied in the call": rival(copied)}

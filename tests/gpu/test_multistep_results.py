@@ -93,7 +93,7 @@ def test_rows():
 
 
 def test_names_say_the_steps():
-    assert [over_of(name) for name in (LAZY, "over 4 steps, waited", "chosen", QUIET)] == [1, 4, None, None]
+    assert [over_of(name) for name in (LAZY, "over 4 steps, waited", "synchronous", QUIET)] == [1, 4, None, None]
 
 
 @pytest.mark.parametrize("cost_s", [0.01, 0.5, 10.0])

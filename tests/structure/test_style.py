@@ -196,7 +196,7 @@ def test_documentation_begins_with_a_verb_or_a_noun(root, suffix, docs):
     [
         ("//! Where it lies.\n\n/// Of its\n/// elements, in bytes.\nfn f() {}\n", rust_docs, [1, 3]),
         ("    /// Too short.\n    a: u8,\n    /// Offset in\n    /// bytes.\n    b: u8,\n", rust_docs, [1]),
-        ("/// Whatever is told.\n#[x]\n//// What is no documentation.\n// Nor this.\n", rust_docs, []),
+        ("/// Bytes are told.\n#[x]\n//// What is no documentation.\n// Nor this.\n", rust_docs, []),
         ('"""As said."""\n\n\ndef f():\n    """So many bytes at once."""\n', python_docs, [1, 5]),
         ('class A:\n    """Holds the\n    lock."""\n\n    x = """What is no docstring"""\n', python_docs, []),
     ],

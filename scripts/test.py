@@ -4,8 +4,10 @@ Words choose the steps whose names contain one of them, once the others have run
 """
 
 import os
+import shutil
+import sys
 
-from steps import Step, main
+from steps import ROOT, Step, main
 
 # A build of everything is a tenth shorter without; what a person builds while working lies beside it.
 os.environ.setdefault("CARGO_INCREMENTAL", "0")
@@ -102,5 +104,20 @@ CHECKED = [
     Step("ruff format", [f"{BIN}/ruff", "format", "--check", "."], after=("environment",)),
 ]
 
+GIB = 1 << 30
+
+
+def check_room() -> None:
+    """A disk that fills up in the middle fails one step after another, each with a message of its own."""
+    needed = 8 * GIB if (ROOT / "target" / "debug").exists() else 30 * GIB
+    free = shutil.disk_usage(ROOT).free
+    if free < needed:
+        sys.exit(
+            f"make test: {ROOT} has {free / GIB:.1f} GiB free, expected {needed / GIB:.0f} GiB for what is built and "
+            "for the tests' checkpoints: `make clean` removes what is built here, and /tmp/pytest-of-* is old tests'"
+        )
+
+
 if __name__ == "__main__":
+    check_room()
     main([*MADE, *CHECKED])

@@ -120,6 +120,7 @@ def wrong(rank, world, place):
         "null": {"shardfast": None},
         "pickle": {"shardfast": {"pickle": 1}},
         "over": {"shardfast": {"over": 4}},
+        "over, true": {"shardfast": {"over": True}},
         "keep": {"shardfast": {"keep": "3"}},
         "writer": {**BLOCK, "checkpoint": {"use_node_local_storage": True}},
     }.items():
@@ -137,6 +138,7 @@ def wrong(rank, world, place):
     found["client"] = error_of(engine.save_checkpoint, place, client_state={"f": open})
     engine.save_checkpoint(f"{place}/tags", tag=f"t{rank}")
     found["tags"] = error_of(engine.load_checkpoint, f"{place}/none")
+    found["over, 1"] = error_of(build(Job(2), extra={"shardfast": {"over": 1}}).load_checkpoint, f"{place}/none")
     found["none"] = engine.load_checkpoint(f"{place}/none")
     found["tag"] = error_of(engine.load_checkpoint, f"{place}/none", tag="x")
     gathered = build(Job(3), extra=BLOCK)
@@ -153,7 +155,9 @@ def test_bad_input_is_refused_by_name(ranks, tmp_path):
         assert "expected a block" in found["kind"]
         assert "expected a block" in found["null"]
         assert "expected true or false" in found["pickle"]
-        assert "saves are captured in one step" in found["over"]
+        assert '{"over": 4}' in found["over"]
+        assert "expected 1" in found["over"]
+        assert '{"over": True}' in found["over, true"]
         assert 'expected "last(N)"' in found["keep"]
         assert "round_robin_gradients" in found["round robin"]
         assert "in an object store" in found["far"]
@@ -165,6 +169,7 @@ def test_bad_input_is_refused_by_name(ranks, tmp_path):
         assert "client" in found["client"]
         assert "ranks must call the same operations" in found["tags"]
         assert "tags/t1" in found["tags"]
+        assert found["over, 1"] == ""
         assert found["none"] == (None, None)
         assert "no committed checkpoint" in found["tag"]
         assert "inside of GatheredParameters" in found["gathered"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import shardfast as sf
 
-_KEYS = ("staging_bytes", "keep", "pickle", "async")
+_KEYS = ("staging_bytes", "over", "keep", "pickle", "async")
 _STAGING = "SHARDFAST_STAGING_BYTES"
 
 
@@ -38,11 +38,11 @@ def block_of(engine: Any) -> Block | None:
     said = configuration["shardfast"]
     if not isinstance(said, dict):
         raise sf.Invalid(f'"shardfast": {said!r} in DeepSpeed\'s configuration: expected a block {{…}}')
-    if "over" in said:
+    if said.get("over", 1) != 1 or said.get("over") is True:
         raise sf.Unsupported(
             f'"shardfast": {{"over": {said["over"]!r}}}: a copy over several steps begins before a save, which '
             "save_checkpoint() does not announce, and does not follow optimizers that step flat buffers, as ZeRO's do: "
-            "leave it out, saves are captured in one step"
+            "expected 1, which is what a save has without it: it is captured in one step"
         )
     unknown = sorted(map(str, said.keys() - set(_KEYS)))
     if unknown:

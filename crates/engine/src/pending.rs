@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_transfer::error::{Error, Kind, Result, panicked};
-use shardfast_transfer::progress::{Progress, Report, Shared, State};
+use shardfast_transfer::progress::{Progress, Shared, State};
+use shardfast_transfer::report::Report;
 
 use crate::background::{self, Background};
 
@@ -101,7 +102,7 @@ impl Pending {
 
     /// Returns the results of the save so far.
     pub fn report(&self) -> Report {
-        self.shared.lock().report.clone()
+        self.shared.recorder.report()
     }
 
     fn wait(

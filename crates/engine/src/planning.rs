@@ -17,6 +17,7 @@ use crossbeam_channel::bounded;
 use shardfast_format::{Catalog, sha256};
 use shardfast_plan::{RankSet, Replicas, Write};
 use shardfast_transfer::error::{Error, Kind, Result, panicked};
+use shardfast_transfer::events::Phase;
 use shardfast_transfer::progress::Progress;
 
 use crate::operation::Operation;
@@ -124,7 +125,7 @@ impl<'a> Planning<'a> {
     ) -> (Result<(RankPlan, ValuePlan)>, Result<T>) {
         let known = local.as_ref().ok().and_then(|local| local.as_ref().map(|local| Arc::clone(&local.writes)));
         // Before other ranks can see it at the agreement, where a rank without this waits and writes nothing.
-        let mark = || progress.mark("planned");
+        let mark = || progress.ended(Phase::Planned);
         let known = known.inspect(|_| mark());
         std::thread::scope(|threads| {
             let (sender, planned) = bounded(1);

@@ -14,6 +14,7 @@ use shardfast_plan::Write;
 use shardfast_store::Store;
 use shardfast_transfer::capture::Captures;
 use shardfast_transfer::error::{Error, Patience, Result, retry};
+use shardfast_transfer::events::{Event, Phase};
 use shardfast_transfer::progress::Progress;
 use shardfast_transfer::writer;
 
@@ -48,10 +49,11 @@ pub fn save_deferred(
     state: impl FnOnce() -> State + Send + 'static,
     deadline: Duration,
 ) -> Pending {
-    let (devices, url) = (Arc::clone(&engine.storage), destination.url.clone());
+    let (storage, url) = (Arc::clone(&engine.storage), destination.url.clone());
     // Opened in the background: on remote storage even that can take long.
     let open = move |progress: &Progress| {
-        retry(Patience::of(progress, deadline), || Ok(shardfast_store::open_on(&url, &devices)?))
+        let storage = storage.observed_by(progress.observer());
+        retry(Patience::of(progress, deadline), || Ok(shardfast_store::open_on(&url, &storage)?))
     };
     begin(engine, open, destination, captures, state, deadline)
 }
@@ -92,10 +94,7 @@ fn begin(
         }
         let save =
             Save { operation: &operation, store: open(progress), destination: &destination, state: state(), progress };
-        let outcome = save.run();
-        let service = save.store().ok().and_then(|store| store.service());
-        progress.asked(service.map(|service| service.requests()).unwrap_or_default());
-        outcome
+        save.run()
     })
 }
 
@@ -168,7 +167,7 @@ impl Save<'_> {
         let batch = Batch::new(self.operation, &self.state, writes, &[], self.data_at()?);
         let batch = batch.comparing(&self.state, unwritten).proving(&self.state);
         let written = batch.write(self.operation, self.store()?, self.progress, self.destination.blocking);
-        self.progress.mark("written");
+        self.progress.ended(Phase::Written);
         Ok(written)
     }
 
@@ -184,13 +183,13 @@ impl Save<'_> {
             let confirmed = self.progress.confirmation(self.operation.deadline() / 2);
             tensors.fail_unless(confirmed.and_then(|()| self.state.expect_whole()));
         }
-        self.progress.compared(scope.outcome(plan));
+        self.progress.note(&Event::Compared { outcome: scope.outcome(plan) });
         if !scope.compares(plan) {
             return Ok(());
         }
         let copies = tensors.copies(&self.state, scope).map_err(|error| self.progress.with_stage(error));
         replicas::prove(self.operation, plan, self.state.replicas.as_deref(), copies)?;
-        self.progress.mark("compared");
+        self.progress.ended(Phase::Compared);
         Ok(())
     }
 
@@ -202,7 +201,7 @@ impl Save<'_> {
         let data_at = writer::data_at(store.needs().pieces);
         let batch = Batch::new(self.operation, &self.state, &mine, &tensors.shapes, data_at);
         let written = batch.write(self.operation, store, &self.progress.beside(), self.destination.blocking);
-        self.progress.mark("durable");
+        self.progress.ended(Phase::Durable);
         written
     }
 
@@ -214,7 +213,9 @@ impl Save<'_> {
         tensors: BatchOutcome,
         written: BatchOutcome,
     ) -> Result<()> {
-        self.progress.wrote(tensors.shapes.iter().chain(&written.shapes).map(|file| file.bytes));
+        for file in tensors.shapes.iter().chain(&written.shapes) {
+            self.progress.note(&Event::Wrote { bytes: file.bytes });
+        }
         let paths = [tensors.paths.as_slice(), written.paths.as_slice()].concat();
         let patience = self.patience();
         let receipt = batch::receipt(self.operation, store, &self.state, [tensors, written], patience);
@@ -227,7 +228,7 @@ impl Save<'_> {
             failed.error
         })?;
         self.progress.noted(notes);
-        self.progress.mark("committed");
+        self.progress.ended(Phase::Committed);
         Ok(())
     }
 

@@ -35,6 +35,7 @@ mod map;
 pub mod memory;
 mod name;
 mod needs;
+mod observe;
 mod open;
 mod place;
 #[cfg(feature = "remote")]
@@ -53,6 +54,7 @@ pub use local::probe;
 pub use map::{Lent, Mapping};
 pub use name::{is_temporary, temporary};
 pub use needs::{Needs, Parts, Pieces, ReadNeeds, Requests};
+pub use observe::{Action, Event, Observer};
 pub use open::{absolute, open, open_on};
 pub use place::{join, split};
 pub use write::{Buffer, Next, Write, Writes, by_threads};
@@ -186,9 +188,6 @@ pub trait Store: Send + Sync {
 
 /// Operations of a storage that a service runs. [`Store::service`] returns it.
 pub trait Service: Send + Sync {
-    /// Returns the numbers of requests that the store has made to a service so far.
-    fn requests(&self) -> Requests;
-
     /// Returns the CRC-64/NVME of the whole object `name` that the service computed when it received the object, and
     /// keeps; `None` if it keeps none. Reads no byte of the object.
     ///
@@ -431,7 +430,20 @@ pub struct Location {
 pub struct Shared {
     claims: Arc<local::Claims>,
     #[cfg(feature = "remote")]
-    remote: remote::Pool,
+    remote: Arc<remote::Pool>,
+    reports: observe::Reports,
+}
+
+impl Shared {
+    /// Returns the same state for stores that report their operations to `observer`.
+    pub fn observed_by(&self, observer: Arc<dyn Observer>) -> Arc<Shared> {
+        Arc::new(Shared {
+            claims: Arc::clone(&self.claims),
+            #[cfg(feature = "remote")]
+            remote: Arc::clone(&self.remote),
+            reports: observe::Reports(Some(observer)),
+        })
+    }
 }
 
 #[cfg(feature = "testing")]
@@ -439,13 +451,13 @@ impl Shared {
     /// Makes the shared state of a test that aborts requests of remote storage without progress for `still_max`.
     #[cfg(feature = "remote")]
     pub fn impatient(still_max: std::time::Duration) -> Shared {
-        Shared { remote: remote::Pool::impatient(still_max), ..Shared::default() }
+        Shared { remote: Arc::new(remote::Pool::impatient(still_max)), ..Shared::default() }
     }
 
     /// Makes the shared state of a test whose requests all go to a simulated service.
     #[cfg(feature = "s3")]
     pub fn simulated(service: testing::sims3::SimS3) -> Shared {
-        Shared { remote: remote::Pool::simulated(Arc::new(service)), ..Shared::default() }
+        Shared { remote: Arc::new(remote::Pool::simulated(Arc::new(service))), ..Shared::default() }
     }
 
     /// Makes the shared state of [`simulated`](Shared::simulated) with these parts of objects, and these maximum
@@ -458,7 +470,7 @@ impl Shared {
         sends_max: usize,
     ) -> Shared {
         Shared {
-            remote: remote::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max),
+            remote: Arc::new(remote::Pool::simulated(Arc::new(service)).with(parts, reads_max, sends_max)),
             ..Shared::default()
         }
     }

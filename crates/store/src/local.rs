@@ -45,6 +45,7 @@ use writer::LocalWriter;
 
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
 use crate::map::Lending;
+use crate::observe::{Action, Reports};
 use crate::place::{self, Url};
 use crate::write::{Writes, by_threads};
 use crate::{
@@ -85,7 +86,7 @@ fn path_of(url: Url<'_>) -> Result<String> {
 /// Opens a plain path, absolute or relative to the current directory.
 pub(crate) fn open_path(path: &str, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let store = LocalStore::on(RealDisk, absolute(path)?.into())?;
-    Ok(Arc::new(LocalStore { claims: Arc::clone(&shared.claims), ..store }))
+    Ok(Arc::new(LocalStore { claims: Arc::clone(&shared.claims), reports: shared.reports.clone(), ..store }))
 }
 
 /// Returns a path as seen from `/`, without a slash at the end.
@@ -128,6 +129,7 @@ pub struct LocalStore<D: Disk = RealDisk> {
     direct: OnceLock<bool>,
     above: Mutex<Above>,
     lending: Arc<Lending>,
+    reports: Reports,
 }
 
 /// State of the directories above the root.
@@ -168,6 +170,7 @@ impl<D: Disk> LocalStore<D> {
             direct: OnceLock::new(),
             above: Mutex::default(),
             lending: Arc::default(),
+            reports: Reports::default(),
         })
     }
 
@@ -239,6 +242,23 @@ impl<D: Disk> LocalStore<D> {
         if stat.kind == FileKind::File { Ok((file, stat)) } else { not_a_file() }
     }
 
+    /// Opens an object for reading; returns its reader, which reports nothing yet, and its first bytes.
+    fn open_reader(&self, name: &str, head_bytes: u64) -> Result<(LocalReader<D>, Vec<u8>)> {
+        let path = self.path("open", name)?;
+        let (file, stat) = self.open_file(&path)?;
+        let bytes = stat.bytes;
+        let is_large = bytes >= DIRECT_BYTES_MIN;
+        // Optional: without it the file is read through the page cache.
+        let direct = if is_large { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
+        let lending = Arc::clone(&self.lending);
+        let object = LocalReader::new(self.disk.clone(), file, direct, lending, (path, name), bytes);
+        let mut head = vec![0; bytes.min(head_bytes) as usize];
+        if !head.is_empty() {
+            object.read_at(0, &mut head)?;
+        }
+        Ok((object, head))
+    }
+
     /// Creates the file `path`, and missing directories above it.
     fn create_file(&self, path: PathBuf, bytes: u64, direct: bool) -> Result<LocalWriter<D>> {
         let mut created = uninterrupted(|| self.disk.create_new(&path, direct));
@@ -250,7 +270,8 @@ impl<D: Disk> LocalStore<D> {
         match created {
             Ok(file) => {
                 let alignment = if direct { ALIGNMENT } else { 1 };
-                Ok(LocalWriter { disk: self.disk.clone(), file, path, bytes, alignment, keep: false })
+                let (disk, reports) = (self.disk.clone(), Reports::default());
+                Ok(LocalWriter { disk, file, path, bytes, alignment, keep: false, name: String::new(), reports })
             }
             Err(Errno::EXIST) => Err(failed(Kind::Conflict, "create", &path, "the name is taken")),
             Err(Errno::NOTDIR) => Err(failed(Kind::Invalid, "create", &path, "not below a directory")),
@@ -376,89 +397,97 @@ impl<D: Disk> Store for LocalStore<D> {
     }
 
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
-        let path = self.path("create", name)?;
-        if i64::try_from(bytes).is_err() {
-            return Err(failed(Kind::Exhausted, "create", &path, format!("no file can hold {bytes} bytes")));
-        }
-        let direct = self.takes_direct(path.parent().unwrap_or(&self.root))?;
-        let object = self.create_file(path, bytes, direct)?;
-        if bytes > 0 {
-            match uninterrupted(|| self.disk.fallocate(&object.file, bytes)) {
-                Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
-                Err(errno) => {
-                    let path = object.path.clone();
-                    // Frees what it has allocated before the error reports the free room.
-                    drop(object);
-                    return Err(no_room(&*self.disk, "fallocate", &path, errno, bytes));
+        self.reports.during(Action::Create, name, (0, 0), || {
+            let path = self.path("create", name)?;
+            if i64::try_from(bytes).is_err() {
+                return Err(failed(Kind::Exhausted, "create", &path, format!("no file can hold {bytes} bytes")));
+            }
+            let direct = self.takes_direct(path.parent().unwrap_or(&self.root))?;
+            let mut object = self.create_file(path, bytes, direct)?;
+            (object.name, object.reports) = (name.to_owned(), self.reports.clone());
+            if bytes > 0 {
+                match uninterrupted(|| self.disk.fallocate(&object.file, bytes)) {
+                    Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+                    Err(errno) => {
+                        let path = object.path.clone();
+                        // Frees what it has allocated before the error reports the free room.
+                        drop(object);
+                        return Err(no_room(&*self.disk, "fallocate", &path, errno, bytes));
+                    }
                 }
             }
-        }
-        Ok(Box::new(object))
+            Ok(Box::new(object) as Box<dyn ObjectWriter>)
+        })
     }
 
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
-        let path = self.path("open", name)?;
-        let (file, stat) = self.open_file(&path)?;
-        let bytes = stat.bytes;
-        let is_large = bytes >= DIRECT_BYTES_MIN;
-        // Optional: without it the file is read through the page cache.
-        let direct = if is_large { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
-        let lending = Arc::clone(&self.lending);
-        let object = LocalReader::new(self.disk.clone(), file, direct, lending, path, bytes);
-        let mut head = vec![0; bytes.min(head_bytes) as usize];
-        if !head.is_empty() {
-            object.read_at(0, &mut head)?;
-        }
-        Ok((Box::new(object), head))
+        let began = self.reports.begin();
+        let opened = self.open_reader(name, head_bytes);
+        let bytes = opened.as_ref().map_or(0, |(_, head)| head.len() as u64);
+        self.reports.end(began, Action::Open, name, 0..bytes, opened.as_ref().err());
+        let (mut reader, head) = opened?;
+        reader.reports = self.reports.clone();
+        Ok((Box::new(reader), head))
     }
 
     fn size(&self, name: &str) -> Result<u64> {
-        // Opened, since a client of a network file system answers a mere `stat` from its cache.
-        Ok(self.open_file(&self.path("open", name)?)?.1.bytes)
+        self.reports.during(Action::Open, name, (0, 0), || {
+            // Opened, since a client of a network file system answers a mere `stat` from its cache.
+            Ok(self.open_file(&self.path("open", name)?)?.1.bytes)
+        })
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let target = self.path("put", name)?;
-        let mut file = self.prepare(name, &target, bytes)?;
-        if let Err(errno) = uninterrupted(|| self.disk.rename(&file.path, &target)) {
-            // As in 5.4: perhaps only the answer was lost.
-            let identity = self.call("put", &file.path, |disk| disk.fstat(&file.file))?.identity;
-            let found = uninterrupted(|| self.disk.stat(&target));
-            found.ok().filter(|found| found.identity == identity).ok_or_else(|| of_errno("rename", &target, errno))?;
-        }
-        file.keep = true;
-        self.fsync_dir(name::parent(name).unwrap_or_default())
+        self.reports.during(Action::Put, name, (0, bytes.len()), || {
+            let target = self.path("put", name)?;
+            let mut file = self.prepare(name, &target, bytes)?;
+            if let Err(errno) = uninterrupted(|| self.disk.rename(&file.path, &target)) {
+                // As in 5.4: perhaps only the answer was lost.
+                let identity = self.call("put", &file.path, |disk| disk.fstat(&file.file))?.identity;
+                let found = uninterrupted(|| self.disk.stat(&target));
+                found
+                    .ok()
+                    .filter(|found| found.identity == identity)
+                    .ok_or_else(|| of_errno("rename", &target, errno))?;
+            }
+            file.keep = true;
+            self.fsync_dir(name::parent(name).unwrap_or_default())
+        })
     }
 
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let target = self.path("publish", name)?;
-        let file = self.prepare(name, &target, bytes)?;
-        self.claim(&file, &target)?;
-        let dir = target.parent().unwrap_or(&self.root);
-        uninterrupted(|| self.disk.fsync_dir(dir)).map_err(|errno| ambiguous(&target, errno))
+        self.reports.during(Action::Publish, name, (0, bytes.len()), || {
+            let target = self.path("publish", name)?;
+            let file = self.prepare(name, &target, bytes)?;
+            self.claim(&file, &target)?;
+            let dir = target.parent().unwrap_or(&self.root);
+            uninterrupted(|| self.disk.fsync_dir(dir)).map_err(|errno| ambiguous(&target, errno))
+        })
     }
 
     fn also_named(&self, from: &str, name: &str, _: u64) -> Result<()> {
-        let (from, target) = (self.path("link", from)?, self.path("link", name)?);
-        let file = self.open_file(&from)?.0;
-        self.call("fdatasync", &from, |disk| disk.fdatasync(&file))?;
-        let dir = target.parent().unwrap_or(&self.root);
-        self.make_dirs(dir)?;
-        let linked = dir.join(name::temporary()?);
-        match uninterrupted(|| self.disk.link(&from, &linked)) {
-            Err(errno @ (Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::MLINK)) => {
-                let message = format!("{}: {errno}", crate::NO_SECOND_NAME);
-                return Err(failed(Kind::Unsupported, "link", &target, message));
+        self.reports.during(Action::Copy, name, (0, 0), || {
+            let (from, target) = (self.path("link", from)?, self.path("link", name)?);
+            let file = self.open_file(&from)?.0;
+            self.call("fdatasync", &from, |disk| disk.fdatasync(&file))?;
+            let dir = target.parent().unwrap_or(&self.root);
+            self.make_dirs(dir)?;
+            let linked = dir.join(name::temporary()?);
+            match uninterrupted(|| self.disk.link(&from, &linked)) {
+                Err(errno @ (Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::MLINK)) => {
+                    let message = format!("{}: {errno}", crate::NO_SECOND_NAME);
+                    return Err(failed(Kind::Unsupported, "link", &target, message));
+                }
+                // As in 5.4: perhaps only the answer was lost. The name is ours alone.
+                Err(Errno::EXIST) | Ok(()) => {}
+                Err(errno) => return Err(of_errno("link", &from, errno)),
             }
-            // As in 5.4: perhaps only the answer was lost. The name is ours alone.
-            Err(Errno::EXIST) | Ok(()) => {}
-            Err(errno) => return Err(of_errno("link", &from, errno)),
-        }
-        let renamed = self.call("rename", &target, |disk| disk.rename(&linked, &target));
-        // Of two names of one file a rename removes none.
-        let removed = absent_is_fine(self.call("unlink", &linked, |disk| disk.unlink(&linked)));
-        renamed.and(removed)?;
-        self.sync_dirs(above(name))
+            let renamed = self.call("rename", &target, |disk| disk.rename(&linked, &target));
+            // Of two names of one file a rename removes none.
+            let removed = absent_is_fine(self.call("unlink", &linked, |disk| disk.unlink(&linked)));
+            renamed.and(removed)?;
+            self.sync_dirs(above(name))
+        })
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
@@ -473,72 +502,82 @@ impl<D: Disk> Store for LocalStore<D> {
     }
 
     fn sync(&self, names: &[&str]) -> Result<()> {
-        names.iter().try_for_each(|name| name::check("sync", &self.url, name))?;
-        self.sync_dirs(names.iter().flat_map(|name| above(name)))
+        self.reports.during(Action::Sync, names.first().unwrap_or(&""), (0, 0), || {
+            names.iter().try_for_each(|name| name::check("sync", &self.url, name))?;
+            self.sync_dirs(names.iter().flat_map(|name| above(name)))
+        })
     }
 
     fn list(&self, dir: &str) -> Result<Vec<Entry>> {
-        name::check_dir("list", &self.url, dir)?;
-        let path = if dir.is_empty() { self.root.clone() } else { self.root.join(dir) };
-        let mut entries = Vec::new();
-        for (name, kind) in self.call("list", &path, |disk| disk.readdir(&path))? {
-            let Some(name) = name.to_str().filter(|name| name::flaw(name).is_none()).map(str::to_owned) else {
-                continue;
-            };
-            let entry = path.join(&name);
-            // Removed since, or a dangling link: it cannot be opened either.
-            let Some(stat) = absent_is_fine(self.call("list", &entry, |disk| disk.stat(&entry)))? else { continue };
-            let is_dir = stat.kind == FileKind::Dir;
-            let (bytes, modified) = (if is_dir { 0 } else { stat.bytes }, Some(stat.modified));
-            // An entry of another type than its target is a link.
-            let is_link = stat.kind != kind;
-            entries.push(Entry { name, is_dir, is_link, bytes, modified });
-        }
-        entries.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(entries)
+        self.reports.during(Action::List, dir, (0, 0), || {
+            name::check_dir("list", &self.url, dir)?;
+            let path = if dir.is_empty() { self.root.clone() } else { self.root.join(dir) };
+            let mut entries = Vec::new();
+            for (name, kind) in self.call("list", &path, |disk| disk.readdir(&path))? {
+                let Some(name) = name.to_str().filter(|name| name::flaw(name).is_none()).map(str::to_owned) else {
+                    continue;
+                };
+                let entry = path.join(&name);
+                // Removed since, or a dangling link: it cannot be opened either.
+                let Some(stat) = absent_is_fine(self.call("list", &entry, |disk| disk.stat(&entry)))? else { continue };
+                let is_dir = stat.kind == FileKind::Dir;
+                let (bytes, modified) = (if is_dir { 0 } else { stat.bytes }, Some(stat.modified));
+                // An entry of another type than its target is a link.
+                let is_link = stat.kind != kind;
+                entries.push(Entry { name, is_dir, is_link, bytes, modified });
+            }
+            entries.sort_by(|a, b| a.name.cmp(&b.name));
+            Ok(entries)
+        })
     }
 
     fn delete(&self, name: &str) -> Result<()> {
-        let path = self.path("delete", name)?;
-        absent_is_fine(self.call("delete", &path, |disk| disk.unlink(&path)))?;
-        self.sync_removal(name)
+        self.reports.during(Action::Delete, name, (0, 0), || {
+            let path = self.path("delete", name)?;
+            absent_is_fine(self.call("delete", &path, |disk| disk.unlink(&path)))?;
+            self.sync_removal(name)
+        })
     }
 
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
-        let mut changed: BTreeSet<&str> = BTreeSet::new();
-        for name in objects {
-            let path = self.path("delete", name)?;
-            absent_is_fine(self.call("delete", &path, |disk| disk.unlink(&path)))?;
-            changed.extend(name::parent(name));
-        }
-        // What is below another one comes first.
-        for dir in dirs.iter().collect::<BTreeSet<_>>().into_iter().rev() {
-            let path = self.path("delete", dir)?;
-            match uninterrupted(|| self.disk.rmdir(&path)) {
-                Ok(()) | Err(Errno::NOENT) => {
-                    changed.remove(dir);
-                    changed.extend(name::parent(dir));
-                }
-                // Not empty; or a link, or a place where something is mounted.
-                Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOTDIR | Errno::BUSY) => {}
-                Err(errno) => return Err(of_errno("delete", &path, errno)),
+        self.reports.during(Action::Delete, objects.first().unwrap_or(&""), (0, 0), || {
+            let mut changed: BTreeSet<&str> = BTreeSet::new();
+            for name in objects {
+                let path = self.path("delete", name)?;
+                absent_is_fine(self.call("delete", &path, |disk| disk.unlink(&path)))?;
+                changed.extend(name::parent(name));
             }
-        }
-        changed.into_iter().rev().try_for_each(|dir| match self.fsync_dir(dir) {
-            Err(error) if error.kind == Kind::NotFound => Ok(()),
-            synced => synced,
+            // What is below another one comes first.
+            for dir in dirs.iter().collect::<BTreeSet<_>>().into_iter().rev() {
+                let path = self.path("delete", dir)?;
+                match uninterrupted(|| self.disk.rmdir(&path)) {
+                    Ok(()) | Err(Errno::NOENT) => {
+                        changed.remove(dir);
+                        changed.extend(name::parent(dir));
+                    }
+                    // Not empty; or a link, or a place where something is mounted.
+                    Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOTDIR | Errno::BUSY) => {}
+                    Err(errno) => return Err(of_errno("delete", &path, errno)),
+                }
+            }
+            changed.into_iter().rev().try_for_each(|dir| match self.fsync_dir(dir) {
+                Err(error) if error.kind == Kind::NotFound => Ok(()),
+                synced => synced,
+            })
         })
     }
 
     fn delete_tree(&self, dir: &str) -> Result<()> {
-        let path = self.path("delete_tree", dir)?;
-        // A link to a directory is removed, not followed.
-        match uninterrupted(|| self.disk.unlink(&path)) {
-            Err(Errno::ISDIR | Errno::PERM) => self.remove_tree(path)?,
-            Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {}
-            Err(errno) => return Err(of_errno("delete_tree", &path, errno)),
-        }
-        self.sync_removal(dir)
+        self.reports.during(Action::DeleteTree, dir, (0, 0), || {
+            let path = self.path("delete_tree", dir)?;
+            // A link to a directory is removed, not followed.
+            match uninterrupted(|| self.disk.unlink(&path)) {
+                Err(Errno::ISDIR | Errno::PERM) => self.remove_tree(path)?,
+                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {}
+                Err(errno) => return Err(of_errno("delete_tree", &path, errno)),
+            }
+            self.sync_removal(dir)
+        })
     }
 
     fn service(&self) -> Option<&dyn Service> {

@@ -10,6 +10,7 @@ use std::ops::Bound;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::SystemTime;
 
+use crate::observe::{Action, Reports};
 use crate::place::{self, Url, join};
 use crate::write::{Writes, by_threads};
 use crate::{
@@ -48,10 +49,11 @@ struct MemoryStore {
     bucket: Arc<Bucket>,
     /// Prefix of the URL in the bucket: empty, or ending in `/`.
     prefix: String,
+    reports: Reports,
 }
 
 /// Opens the URL `memory://bucket/path`.
-pub(crate) fn open_url(url: Url<'_>, _: &Arc<Shared>) -> Result<Arc<dyn Store>> {
+pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let shown = format!("memory://{}", url.location);
     let location = place::decoded(url.location.trim_end_matches('/'))
         .ok_or_else(|| Error::new(Kind::Invalid, "open", &shown, "expected percent-encoded UTF-8"))?;
@@ -59,13 +61,23 @@ pub(crate) fn open_url(url: Url<'_>, _: &Arc<Shared>) -> Result<Arc<dyn Store>> 
     let (bucket, prefix) = location.split_once('/').unwrap_or((&location, ""));
     let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
     let bucket = BUCKETS.lock().unwrap_or_else(PoisonError::into_inner).entry(bucket.to_owned()).or_default().clone();
-    Ok(Arc::new(MemoryStore { url: format!("memory://{}", place::encoded(&location)), bucket, prefix }))
+    let (url, reports) = (format!("memory://{}", place::encoded(&location)), shared.reports.clone());
+    Ok(Arc::new(MemoryStore { url, bucket, prefix, reports }))
 }
 
 impl MemoryStore {
     fn key(&self, op: &'static str, name: &str) -> Result<String> {
         name::check(op, &self.url, name)?;
         Ok(format!("{}{name}", self.prefix))
+    }
+
+    /// Returns the contents of a finished object.
+    fn contents(&self, name: &str) -> Result<Arc<Vec<u8>>> {
+        match self.bucket.lock().get(&self.key("open", name)?) {
+            Some(Slot::Object(contents, _)) => Ok(Arc::clone(contents)),
+            Some(Slot::Unfinished(_)) => self.fail(Kind::NotFound, "open", name, "the object is not finished"),
+            None => self.fail(Kind::NotFound, "open", name, "no such object"),
+        }
     }
 
     fn fail<T>(&self, kind: Kind, op: &'static str, name: &str, message: &str) -> Result<T> {
@@ -87,32 +99,35 @@ impl Store for MemoryStore {
     }
 
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
-        let key = self.key("create", name)?;
-        let mut contents = Vec::new();
-        let reserved = usize::try_from(bytes).ok().filter(|&length| contents.try_reserve_exact(length).is_ok());
-        let Some(length) = reserved else {
-            return self.fail(Kind::Exhausted, "create", name, &format!("no memory for {bytes} bytes"));
-        };
-        contents.resize(length, 0);
-        let mut slots = self.bucket.lock();
-        if slots.contains_key(&key) {
-            return self.fail(Kind::Conflict, "create", name, "the name is taken");
-        }
-        slots.insert(key.clone(), Slot::Unfinished(SystemTime::now()));
-        drop(slots);
-        let url = join(&self.url, name);
-        Ok(Box::new(MemoryWriter { url, bucket: self.bucket.clone(), key, contents: RwLock::new(contents) }))
+        self.reports.during(Action::Create, name, (0, 0), || {
+            let key = self.key("create", name)?;
+            let mut contents = Vec::new();
+            let reserved = usize::try_from(bytes).ok().filter(|&length| contents.try_reserve_exact(length).is_ok());
+            let Some(length) = reserved else {
+                return self.fail(Kind::Exhausted, "create", name, &format!("no memory for {bytes} bytes"));
+            };
+            contents.resize(length, 0);
+            let mut slots = self.bucket.lock();
+            if slots.contains_key(&key) {
+                return self.fail(Kind::Conflict, "create", name, "the name is taken");
+            }
+            slots.insert(key.clone(), Slot::Unfinished(SystemTime::now()));
+            drop(slots);
+            let (url, bucket, contents) = (join(&self.url, name), self.bucket.clone(), RwLock::new(contents));
+            let (name, reports) = (name.to_owned(), self.reports.clone());
+            Ok(Box::new(MemoryWriter { url, bucket, key, contents, name, reports }) as Box<dyn ObjectWriter>)
+        })
     }
 
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
-        match self.bucket.lock().get(&self.key("open", name)?) {
-            Some(Slot::Object(contents, _)) => {
-                let head = contents[..contents.len().min(usize::try_from(head_bytes).unwrap_or(usize::MAX))].to_vec();
-                Ok((Box::new(MemoryReader { url: join(&self.url, name), contents: contents.clone() }), head))
-            }
-            Some(Slot::Unfinished(_)) => self.fail(Kind::NotFound, "open", name, "the object is not finished"),
-            None => self.fail(Kind::NotFound, "open", name, "no such object"),
-        }
+        let began = self.reports.begin();
+        let found = self.contents(name);
+        let head =
+            found.as_ref().map_or(0, |contents| contents.len().min(usize::try_from(head_bytes).unwrap_or(usize::MAX)));
+        self.reports.end(began, Action::Open, name, 0..head as u64, found.as_ref().err());
+        let (contents, url) = (found?, join(&self.url, name));
+        let head = contents[..head].to_vec();
+        Ok((Box::new(MemoryReader { url, contents, name: name.to_owned(), reports: self.reports.clone() }), head))
     }
 
     fn size(&self, name: &str) -> Result<u64> {
@@ -120,33 +135,39 @@ impl Store for MemoryStore {
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let key = self.key("put", name)?;
-        self.bucket.lock().insert(key, Slot::of(bytes.to_vec()));
-        Ok(())
+        self.reports.during(Action::Put, name, (0, bytes.len()), || {
+            let key = self.key("put", name)?;
+            self.bucket.lock().insert(key, Slot::of(bytes.to_vec()));
+            Ok(())
+        })
     }
 
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let key = self.key("publish", name)?;
-        let mut slots = self.bucket.lock();
-        if slots.contains_key(&key) {
-            return self.fail(Kind::Conflict, "publish", name, "the name is taken");
-        }
-        slots.insert(key, Slot::of(bytes.to_vec()));
-        Ok(())
+        self.reports.during(Action::Publish, name, (0, bytes.len()), || {
+            let key = self.key("publish", name)?;
+            let mut slots = self.bucket.lock();
+            if slots.contains_key(&key) {
+                return self.fail(Kind::Conflict, "publish", name, "the name is taken");
+            }
+            slots.insert(key, Slot::of(bytes.to_vec()));
+            Ok(())
+        })
     }
 
     fn also_named(&self, from: &str, name: &str, _: u64) -> Result<()> {
-        let (source, key) = (self.key("link", from)?, self.key("link", name)?);
-        let mut slots = self.bucket.lock();
-        match slots.get(&source) {
-            Some(Slot::Object(contents, _)) => {
-                let named = Slot::Object(Arc::clone(contents), SystemTime::now());
-                slots.insert(key, named);
-                Ok(())
+        self.reports.during(Action::Copy, name, (0, 0), || {
+            let (source, key) = (self.key("link", from)?, self.key("link", name)?);
+            let mut slots = self.bucket.lock();
+            match slots.get(&source) {
+                Some(Slot::Object(contents, _)) => {
+                    let named = Slot::Object(Arc::clone(contents), SystemTime::now());
+                    slots.insert(key, named);
+                    Ok(())
+                }
+                Some(Slot::Unfinished(_)) => self.fail(Kind::NotFound, "link", from, "the object is not finished"),
+                None => self.fail(Kind::NotFound, "link", from, "no such object"),
             }
-            Some(Slot::Unfinished(_)) => self.fail(Kind::NotFound, "link", from, "the object is not finished"),
-            None => self.fail(Kind::NotFound, "link", from, "no such object"),
-        }
+        })
     }
 
     fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
@@ -154,36 +175,42 @@ impl Store for MemoryStore {
     }
 
     fn sync(&self, names: &[&str]) -> Result<()> {
-        names.iter().try_for_each(|name| name::check("sync", &self.url, name))
+        self.reports.during(Action::Sync, names.first().unwrap_or(&""), (0, 0), || {
+            names.iter().try_for_each(|name| name::check("sync", &self.url, name))
+        })
     }
 
     fn list(&self, dir: &str) -> Result<Vec<Entry>> {
-        name::check_dir("list", &self.url, dir)?;
-        let below = if dir.is_empty() { self.prefix.clone() } else { format!("{}{dir}/", self.prefix) };
-        let mut entries: Vec<Entry> = Vec::new();
-        for (key, slot) in self.bucket.lock().range::<str, _>((Bound::Included(below.as_str()), Bound::Unbounded)) {
-            let Some(rest) = key.strip_prefix(&below) else { break };
-            let (name, is_dir) = rest.split_once('/').map_or((rest, false), |(name, _)| (name, true));
-            let (bytes, modified) = match slot {
-                _ if is_dir => (0, None),
-                Slot::Object(contents, modified) => (contents.len() as u64, Some(*modified)),
-                Slot::Unfinished(begun) => (0, Some(*begun)),
-            };
-            if entries.last().is_none_or(|last| last.name != name) {
-                entries.push(Entry { name: name.to_owned(), is_dir, is_link: false, bytes, modified });
+        self.reports.during(Action::List, dir, (0, 0), || {
+            name::check_dir("list", &self.url, dir)?;
+            let below = if dir.is_empty() { self.prefix.clone() } else { format!("{}{dir}/", self.prefix) };
+            let mut entries: Vec<Entry> = Vec::new();
+            for (key, slot) in self.bucket.lock().range::<str, _>((Bound::Included(below.as_str()), Bound::Unbounded)) {
+                let Some(rest) = key.strip_prefix(&below) else { break };
+                let (name, is_dir) = rest.split_once('/').map_or((rest, false), |(name, _)| (name, true));
+                let (bytes, modified) = match slot {
+                    _ if is_dir => (0, None),
+                    Slot::Object(contents, modified) => (contents.len() as u64, Some(*modified)),
+                    Slot::Unfinished(begun) => (0, Some(*begun)),
+                };
+                if entries.last().is_none_or(|last| last.name != name) {
+                    entries.push(Entry { name: name.to_owned(), is_dir, is_link: false, bytes, modified });
+                }
             }
-        }
-        if entries.is_empty() {
-            return self.fail(Kind::NotFound, "list", dir, "no such directory");
-        }
-        entries.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(entries)
+            if entries.is_empty() {
+                return self.fail(Kind::NotFound, "list", dir, "no such directory");
+            }
+            entries.sort_by(|a, b| a.name.cmp(&b.name));
+            Ok(entries)
+        })
     }
 
     fn delete(&self, name: &str) -> Result<()> {
-        let key = self.key("delete", name)?;
-        self.bucket.lock().remove(&key);
-        Ok(())
+        self.reports.during(Action::Delete, name, (0, 0), || {
+            let key = self.key("delete", name)?;
+            self.bucket.lock().remove(&key);
+            Ok(())
+        })
     }
 
     fn delete_all(&self, objects: &[&str], _: &[&str]) -> Result<()> {
@@ -192,9 +219,11 @@ impl Store for MemoryStore {
     }
 
     fn delete_tree(&self, dir: &str) -> Result<()> {
-        let below = format!("{}/", self.key("delete_tree", dir)?);
-        self.bucket.lock().retain(|key, _| !key.starts_with(&below));
-        Ok(())
+        self.reports.during(Action::DeleteTree, dir, (0, 0), || {
+            let below = format!("{}/", self.key("delete_tree", dir)?);
+            self.bucket.lock().retain(|key, _| !key.starts_with(&below));
+            Ok(())
+        })
     }
 
     fn service(&self) -> Option<&dyn Service> {
@@ -207,6 +236,8 @@ struct MemoryWriter {
     bucket: Arc<Bucket>,
     key: String,
     contents: RwLock<Vec<u8>>,
+    name: String,
+    reports: Reports,
 }
 
 impl ObjectWriter for MemoryWriter {
@@ -219,6 +250,23 @@ impl ObjectWriter for MemoryWriter {
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.reports.during(Action::Write, &self.name, (offset, bytes.len()), || self.fill(offset, bytes))
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        self.reports.during(Action::Finish, &self.name, (0, 0), || {
+            let contents = std::mem::take(&mut *self.contents.write().unwrap_or_else(PoisonError::into_inner));
+            match self.bucket.lock().get_mut(&self.key) {
+                Some(slot @ Slot::Unfinished(_)) => *slot = Slot::of(contents),
+                _ => return Err(Error::new(Kind::Conflict, "finish", &self.url, "deleted or replaced while written")),
+            }
+            Ok(())
+        })
+    }
+}
+
+impl MemoryWriter {
+    fn fill(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let mut contents = self.contents.write().unwrap_or_else(PoisonError::into_inner);
         let length = contents.len();
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
@@ -228,15 +276,6 @@ impl ObjectWriter for MemoryWriter {
                 let message = format!("{} bytes at {offset} reach beyond the {length} bytes declared", bytes.len());
                 return Err(Error::new(Kind::Invalid, "write", &self.url, message));
             }
-        }
-        Ok(())
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        let contents = std::mem::take(&mut *self.contents.write().unwrap_or_else(PoisonError::into_inner));
-        match self.bucket.lock().get_mut(&self.key) {
-            Some(slot @ Slot::Unfinished(_)) => *slot = Slot::of(contents),
-            _ => return Err(Error::new(Kind::Conflict, "finish", &self.url, "deleted or replaced while written")),
         }
         Ok(())
     }
@@ -254,6 +293,8 @@ impl Drop for MemoryWriter {
 struct MemoryReader {
     url: String,
     contents: Arc<Vec<u8>>,
+    name: String,
+    reports: Reports,
 }
 
 impl ObjectReader for MemoryReader {
@@ -266,12 +307,7 @@ impl ObjectReader for MemoryReader {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        match self.contents.get(start..start.saturating_add(buf.len())) {
-            Some(range) => buf.copy_from_slice(range),
-            None => return Err(crate::error::too_short(&self.url, self.bytes(), offset, buf.len())),
-        }
-        Ok(())
+        self.reports.during(Action::Read, &self.name, (offset, buf.len()), || self.copy(offset, buf))
     }
 
     fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> {
@@ -280,6 +316,17 @@ impl ObjectReader for MemoryReader {
 
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         self.read_at(offset, buf)
+    }
+}
+
+impl MemoryReader {
+    fn copy(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        match self.contents.get(start..start.saturating_add(buf.len())) {
+            Some(range) => buf.copy_from_slice(range),
+            None => return Err(crate::error::too_short(&self.url, self.bytes(), offset, buf.len())),
+        }
+        Ok(())
     }
 }
 
@@ -299,6 +346,8 @@ impl PageCache for MemoryReader {
 
     fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
         let start = usize::try_from(offset).ok()?;
-        self.contents.get(start..start.checked_add(bytes)?).map(Lent::memory)
+        let (began, contents) = (self.reports.begin(), self.contents.get(start..start.checked_add(bytes)?)?);
+        self.reports.end(began, Action::Read, &self.name, offset..offset + bytes as u64, None);
+        Some(Lent::memory(contents))
     }
 }

@@ -78,7 +78,7 @@ impl ReadNeeds {
     }
 }
 
-/// Numbers of requests that a store has made since it was opened, by kind; zero if storage takes no requests.
+/// Numbers of requests to a service, by kind; zero if storage takes no requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Requests {
     /// Objects or parts sent, and uploads begun and completed.
@@ -93,6 +93,18 @@ pub struct Requests {
     pub lists: u64,
     /// Deletions, of one object or of many.
     pub deletes: u64,
+}
+
+impl Requests {
+    /// Adds other numbers to these.
+    pub fn add(&mut self, other: Requests) {
+        self.puts += other.puts;
+        self.gets += other.gets;
+        self.asked_again += other.asked_again;
+        self.heads += other.heads;
+        self.lists += other.lists;
+        self.deletes += other.deletes;
+    }
 }
 
 impl Needs {

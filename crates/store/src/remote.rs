@@ -45,11 +45,12 @@ use object_store::{
     PutMultipartOptions, PutOptions, PutPayload, RetryConfig,
 };
 
+use crate::observe::{Action, Reports};
 use crate::place::join;
 use crate::write::Writes;
 use crate::{
-    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result,
-    Service, Shared, Store, Upload, name,
+    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Result, Service, Shared,
+    Store, Upload, name,
 };
 
 pub(crate) use endpoint::is_http;
@@ -174,7 +175,7 @@ struct Place {
     prefix: String,
     bucket: Bucket,
     network: Arc<Network>,
-    requests: Mutex<Requests>,
+    reports: Reports,
     /// `true` once the service has accepted the credentials of a request.
     is_admitted: AtomicBool,
     pace: Pace,
@@ -185,17 +186,17 @@ struct Place {
 impl RemoteStore {
     /// Opens the store at `url`, whose objects have this prefix in the bucket that `build` opens.
     pub(crate) fn open(url: String, prefix: &str, shared: &Arc<Shared>, build: Build<'_>) -> Result<Arc<dyn Store>> {
-        name::check_dir("open", &url, prefix)?;
+        name::check_dir(Action::Open.word(), &url, prefix)?;
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
         let network = shared.remote.network(&url)?;
         let bucket = build(network.connector())?;
-        let (requests, is_admitted) = (Mutex::default(), AtomicBool::new(false));
+        let (reports, is_admitted) = (shared.reports.clone(), AtomicBool::new(false));
         let place = Arc::new(Place {
             url,
             prefix,
             bucket,
             network,
-            requests,
+            reports,
             is_admitted,
             pace: Pace::default(),
             sending: Flow::up_to(shared.remote.sends_max),
@@ -207,7 +208,7 @@ impl RemoteStore {
     /// Races two requests that create one name if it is absent. Both begin before either ends, since some servers check
     /// the condition at the beginning only, and then overwrite.
     fn race(&self) -> Result<()> {
-        let (place, op) = (&self.place, "publish");
+        let (place, op) = (&self.place, Action::Publish);
         // An object that a crash leaves there is recognized by its name.
         let name = name::temporary()?;
         let (path, held) = (place.path(op, &name)?, Held::new(2));
@@ -276,7 +277,8 @@ fn is_refused(answer: &Answer) -> bool {
 
 fn random(place: &Place, name: &str) -> Result<String> {
     let mut random = [0; 16];
-    getrandom::fill(&mut random).map_err(|error| place.fail(Kind::Internal, "publish", name, error.to_string()))?;
+    getrandom::fill(&mut random)
+        .map_err(|error| place.fail(Kind::Internal, Action::Publish, name, error.to_string()))?;
     Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
@@ -285,24 +287,12 @@ impl Place {
         &*self.bucket.client
     }
 
-    /// Adds the requests of a call to the counts.
-    fn asked(&self, answer: &Answer) {
-        let mut all = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        let Requests { puts, gets, asked_again, heads, lists, deletes } = answer.requests;
-        all.puts += puts;
-        all.gets += gets;
-        all.asked_again += asked_again;
-        all.heads += heads;
-        all.lists += lists;
-        all.deletes += deletes;
+    fn fail(&self, kind: Kind, op: Action, name: &str, message: impl Into<String>) -> Error {
+        Error::new(kind, op.word(), join(&self.url, name), message)
     }
 
-    fn fail(&self, kind: Kind, op: &'static str, name: &str, message: impl Into<String>) -> Error {
-        Error::new(kind, op, join(&self.url, name), message)
-    }
-
-    fn path(&self, op: &'static str, name: &str) -> Result<Path> {
-        name::check(op, &self.url, name)?;
+    fn path(&self, op: Action, name: &str) -> Result<Path> {
+        name::check(op.word(), &self.url, name)?;
         let path = format!("{}{name}", self.prefix);
         if path.len() > KEY_BYTES_MAX {
             let message = format!("expected at most {KEY_BYTES_MAX} bytes with the prefix, found {}", path.len());
@@ -312,8 +302,8 @@ impl Place {
     }
 
     /// Returns the prefix of a directory, without a slash at its end; `None` for the whole bucket.
-    fn dir(&self, op: &'static str, dir: &str) -> Result<Option<Path>> {
-        name::check_dir(op, &self.url, dir)?;
+    fn dir(&self, op: Action, dir: &str) -> Result<Option<Path>> {
+        name::check_dir(op.word(), &self.url, dir)?;
         let path = format!("{}{dir}", self.prefix);
         match path.trim_end_matches('/') {
             "" => Ok(None),
@@ -322,14 +312,14 @@ impl Place {
     }
 
     /// Runs a call of the client library.
-    fn call<T>(&self, op: &'static str, name: &str, call: impl Future<Output = object_store::Result<T>>) -> Result<T> {
+    fn call<T>(&self, op: Action, name: &str, call: impl Future<Output = object_store::Result<T>>) -> Result<T> {
         self.answered(op, name, call)?.map_err(|(error, _)| error)
     }
 
     /// Runs like [`call`](Self::call), and again if the answer cannot be parsed: a bit may have flipped on the way.
     fn call_twice<T, F: Future<Output = object_store::Result<T>>>(
         &self,
-        op: &'static str,
+        op: Action,
         name: &str,
         call: impl Fn() -> F,
     ) -> Result<T> {
@@ -346,27 +336,35 @@ impl Place {
     /// Runs like [`call`](Self::call), and returns the service's answer beside the error.
     fn answered<T>(
         &self,
-        op: &'static str,
+        op: Action,
         name: &str,
+        call: impl Future<Output = object_store::Result<T>>,
+    ) -> Result<Result<T, (Error, Answer)>> {
+        self.moved(op, name, 0..0, call)
+    }
+
+    /// Runs like [`answered`](Self::answered) a call that moves a range of the object.
+    fn moved<T>(
+        &self,
+        op: Action,
+        name: &str,
+        range: Range<u64>,
         call: impl Future<Output = object_store::Result<T>>,
     ) -> Result<Result<T, (Error, Answer)>> {
         let began = Instant::now();
         let (done, answer) = self.network.run(&self.url, call)?;
-        self.asked(&answer);
-        match done {
-            Ok(done) => {
-                self.is_admitted.store(true, Ordering::Relaxed);
-                Ok(Ok(done))
-            }
-            Err(error) => Ok(Err((self.failed(op, name, began, &error, &answer), answer))),
-        }
+        let requests = answer.requests;
+        let done = done.map_err(|error| (self.failed(op, name, began, &error, &answer), answer));
+        self.reports.asked(began, op, name, range, requests, done.as_ref().err().map(|(error, _)| error));
+        self.is_admitted.fetch_or(done.is_ok(), Ordering::Relaxed);
+        Ok(done)
     }
 
     /// Returns the error of a request that began at `began`.
-    fn failed(&self, op: &'static str, name: &str, began: Instant, error: &ClientError, answer: &Answer) -> Error {
+    fn failed(&self, op: Action, name: &str, began: Instant, error: &ClientError, answer: &Answer) -> Error {
         let mut answer = answer.clone();
         self.bucket.secrets.iter().for_each(|secret| answer.carried.hold(secret));
-        let found = failure::of(op, join(&self.url, name), error, &answer);
+        let found = failure::of(op.word(), join(&self.url, name), error, &answer);
         if failure::refuses_credentials(error, &answer) { self.renewed(found, began) } else { found }
     }
 
@@ -389,13 +387,16 @@ impl Place {
         Error { kind: Kind::Invalid, wait: None, message, ..error }
     }
 
-    fn put_whole(&self, op: &'static str, name: &str, payload: PutPayload) -> Result<()> {
+    fn put_whole(&self, op: Action, name: &str, payload: PutPayload) -> Result<()> {
         let path = self.path(op, name)?;
         let options = PutOptions { attributes: self.bucket.attributes.clone(), ..PutOptions::default() };
-        self.call(op, name, self.client().put_opts(&path, payload, options)).map(|_| ())
+        let range = 0..payload.content_length() as u64;
+        self.moved(op, name, range, self.client().put_opts(&path, payload, options))?
+            .map(|_| ())
+            .map_err(|(error, _)| error)
     }
 
-    fn head(&self, op: &'static str, name: &str) -> Result<GetResult> {
+    fn head(&self, op: Action, name: &str) -> Result<GetResult> {
         let path = self.path(op, name)?;
         let options = GetOptions { head: true, ..GetOptions::default() };
         match self.answered(op, name, self.client().get_opts(&path, options))? {
@@ -418,20 +419,20 @@ impl Place {
         let take = |number: usize, _, piece: &[u8]| heads[number].extend_from_slice(piece);
         // Services count in signed numbers.
         let range = 0..bytes.min(i64::MAX as u64);
-        match self.fetch("open", name, path, range, GetOptions::default(), take)? {
+        match self.fetch(Action::Open, name, path, range, GetOptions::default(), take)? {
             Ok(found) => {
-                let nothing = || self.fail(Kind::Unavailable, "open", name, "the service answered nothing");
+                let nothing = || self.fail(Kind::Unavailable, Action::Open, name, "the service answered nothing");
                 Ok((found.meta.ok_or_else(nothing)?, std::mem::take(&mut heads[found.number])))
             }
             // Of an empty object there is no range.
             Err((_, answer)) if answer.status == Some(StatusCode::RANGE_NOT_SATISFIABLE) => {
-                Ok((self.head("open", name)?.meta, Vec::new()))
+                Ok((self.head(Action::Open, name)?.meta, Vec::new()))
             }
             Err((error, _)) => Err(error),
         }
     }
 
-    fn delete(&self, op: &'static str, name: &str) -> Result<()> {
+    fn delete(&self, op: Action, name: &str) -> Result<()> {
         let path = self.path(op, name)?;
         let one = stream::iter([Ok(path)]).boxed();
         self.call(op, name, delete_each(self.client(), one))
@@ -468,10 +469,10 @@ impl Store for RemoteStore {
     }
 
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
-        let (path, parts) = (self.place.path("create", name)?, self.shared.remote.parts);
+        let (path, parts) = (self.place.path(Action::Create, name)?, self.shared.remote.parts);
         if bytes > parts.object_bytes_max() {
             let message = format!("expected an object of at most {} bytes, found {bytes}", parts.object_bytes_max());
-            return Err(self.place.fail(Kind::Exhausted, "create", name, message));
+            return Err(self.place.fail(Kind::Exhausted, Action::Create, name, message));
         }
         let part_bytes = parts.of(bytes);
         let upload = match bytes <= part_bytes {
@@ -480,7 +481,7 @@ impl Store for RemoteStore {
                 let attributes = self.place.bucket.attributes.clone();
                 let options = PutMultipartOptions { attributes, ..PutMultipartOptions::default() };
                 let begin = || self.place.client().create_multipart_opts(&path, options.clone());
-                Some(self.place.call_twice("create", name, begin)?)
+                Some(self.place.call_twice(Action::Create, name, begin)?)
             }
         };
         let parts = Mutex::new(vec![None; bytes.div_ceil(part_bytes).max(1) as usize]);
@@ -490,15 +491,15 @@ impl Store for RemoteStore {
 
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         let place = &self.place;
-        let path = place.path("open", name)?;
+        let path = place.path(Action::Open, name)?;
         let (meta, head) = match head_bytes {
-            0 => (place.head("open", name)?.meta, Vec::new()),
+            0 => (place.head(Action::Open, name)?.meta, Vec::new()),
             _ => place.beginning(name, &path, head_bytes)?,
         };
         let expected = meta.size.min(head_bytes);
         if head.len() as u64 != expected {
             let message = format!("expected the first {expected} bytes, found {}", head.len());
-            return Err(place.fail(Kind::Unavailable, "open", name, message));
+            return Err(place.fail(Kind::Unavailable, Action::Open, name, message));
         }
         let (place, name) = (Arc::clone(place), name.to_owned());
         let (etag, version) = (meta.e_tag, meta.version);
@@ -506,22 +507,23 @@ impl Store for RemoteStore {
     }
 
     fn size(&self, name: &str) -> Result<u64> {
-        Ok(self.place.head("open", name)?.meta.size)
+        Ok(self.place.head(Action::Open, name)?.meta.size)
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        self.place.put_whole("put", name, Bytes::copy_from_slice(bytes).into())
+        self.place.put_whole(Action::Put, name, Bytes::copy_from_slice(bytes).into())
     }
 
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let (place, op) = (&self.place, "publish");
+        let (place, op) = (&self.place, Action::Publish);
         let (path, token) = (place.path(op, name)?, self.token(name)?);
         let key = Attribute::Metadata(TOKEN.into());
         let mut attributes = place.bucket.attributes.clone();
         attributes.insert(key.clone(), token.clone().into());
         let options = PutOptions { mode: PutMode::Create, attributes, ..PutOptions::default() };
         let payload = Bytes::copy_from_slice(bytes).into();
-        let answered = place.answered(op, name, place.client().put_opts(&path, payload, options))?;
+        let range = 0..bytes.len() as u64;
+        let answered = place.moved(op, name, range, place.client().put_opts(&path, payload, options))?;
         let (error, may_come) = match answered {
             Ok(_) => (place.fail(Kind::Unavailable, op, name, "the service answered that it is there"), true),
             // Credentials are missing: nothing was sent.
@@ -560,7 +562,7 @@ impl Store for RemoteStore {
     fn also_named(&self, from: &str, name: &str, bytes: u64) -> Result<()> {
         match self.location() {
             Some(here) => self.copy_within(&here, from, name, bytes),
-            None => Err(self.place.fail(Kind::Unsupported, "copy", name, crate::NO_SECOND_NAME)),
+            None => Err(self.place.fail(Kind::Unsupported, Action::Copy, name, crate::NO_SECOND_NAME)),
         }
     }
 
@@ -572,7 +574,7 @@ impl Store for RemoteStore {
     }
 
     fn sync(&self, names: &[&str]) -> Result<()> {
-        names.iter().try_for_each(|name| name::check("sync", &self.place.url, name))
+        names.iter().try_for_each(|name| name::check(Action::Sync.word(), &self.place.url, name))
     }
 
     fn list(&self, dir: &str) -> Result<Vec<Entry>> {
@@ -580,16 +582,17 @@ impl Store for RemoteStore {
     }
 
     fn delete(&self, name: &str) -> Result<()> {
-        self.place.delete("delete", name)
+        self.place.delete(Action::Delete, name)
     }
 
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
         // Directories come and go with their objects.
-        dirs.iter().try_for_each(|dir| name::check("delete", &self.place.url, dir))?;
-        let paths: Vec<Path> = objects.iter().map(|name| self.place.path("delete", name)).collect::<Result<_>>()?;
+        dirs.iter().try_for_each(|dir| name::check(Action::Delete.word(), &self.place.url, dir))?;
+        let paths: Vec<Path> =
+            objects.iter().map(|name| self.place.path(Action::Delete, name)).collect::<Result<_>>()?;
         let all = stream::iter(paths.into_iter().map(Ok)).boxed();
         let name = objects.first().copied().unwrap_or_default();
-        self.place.call("delete", name, delete_each(self.place.client(), all))
+        self.place.call(Action::Delete, name, delete_each(self.place.client(), all))
     }
 
     fn delete_tree(&self, dir: &str) -> Result<()> {
@@ -602,12 +605,8 @@ impl Store for RemoteStore {
 }
 
 impl Service for RemoteStore {
-    fn requests(&self) -> Requests {
-        *self.place.requests.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
-        let (place, op) = (&self.place, "checksum");
+        let (place, op) = (&self.place, Action::Checksum);
         let path = place.path(op, name)?;
         match &place.bucket.extra_api {
             Some(extra_api) => place.call_twice(op, name, || extra_api.kept_crc64(&path)),
@@ -621,7 +620,7 @@ impl Service for RemoteStore {
     }
 
     fn copy_within(&self, from: &Location, source: &str, name: &str, bytes: u64) -> Result<()> {
-        let (place, op) = (&self.place, "copy");
+        let (place, op) = (&self.place, Action::Copy);
         let path = place.path(op, name)?;
         let is_near = self.location().is_some_and(|here| here.service == from.service);
         let Some(extra_api) = place.bucket.extra_api.as_ref().filter(|_| is_near) else {
@@ -642,7 +641,7 @@ impl Service for RemoteStore {
         let done = place.call(op, name, copies).and_then(complete);
         if done.is_err() {
             // What stays of it goes with the next sweep.
-            let _ = place.call("abort", name, place.client().abort_multipart(&path, &upload));
+            let _ = place.call(Action::Abort, name, place.client().abort_multipart(&path, &upload));
         }
         done.map(|_| ())
     }
@@ -652,8 +651,8 @@ impl Service for RemoteStore {
     }
 
     fn abort_upload(&self, upload: &Upload) -> Result<()> {
-        let path = self.place.path("abort", &upload.name)?;
-        match self.place.call("abort", &upload.name, self.place.client().abort_multipart(&path, &upload.id)) {
+        let path = self.place.path(Action::Abort, &upload.name)?;
+        match self.place.call(Action::Abort, &upload.name, self.place.client().abort_multipart(&path, &upload.id)) {
             Err(error) if error.kind == Kind::NotFound => Ok(()),
             done => done,
         }

@@ -4,6 +4,7 @@ pub mod appended;
 pub mod around;
 pub mod conformance;
 pub mod dice;
+pub mod noted;
 pub mod servers;
 pub mod simdisk;
 #[cfg(feature = "s3")]

@@ -14,6 +14,7 @@ use shardfast_store::{Parts, Store, open};
 fn local_by_path() {
     let dir = tempfile::tempdir().unwrap();
     conformance::check(|name| open(&format!("{}/not/yet/{name}", dir.path().display())).unwrap());
+    conformance::check_reports(&format!("{}/reports", dir.path().display()));
 }
 
 #[test]
@@ -33,6 +34,7 @@ fn local_on_tmpfs() {
 #[test]
 fn memory() {
     conformance::check(|name| open(&format!("memory://conformance/{name}")).unwrap());
+    conformance::check_reports("memory://conformance-reports");
 }
 
 /// Tests parts that are only appended to, of which as many are open at a time as the suite has threads.

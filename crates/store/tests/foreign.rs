@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use object_store::aws::{AwsAuthorizer, AwsCredential};
 use object_store::azure::{AzureAccessKey, AzureAuthorizer, AzureCredential};
 use object_store::client::{HttpRequest, HttpRequestBody};
+use shardfast_store::testing::noted::Noted;
 use shardfast_store::testing::servers::Server;
 use shardfast_store::{Kind, Store, open};
 
@@ -158,10 +159,10 @@ fn pages_of_objects_of_others_are_passed_over() {
             let deleted: Arc<Mutex<BTreeSet<String>>> = Arc::default();
             let noted = Arc::clone(&deleted);
             let endpoint = serve(move |request| Some(two_pages(scheme, &request, &noted)));
-            let store = open(&format!("{scheme}://b?endpoint={endpoint}")).unwrap();
+            let (store, noted) = Noted::open(&format!("{scheme}://b?endpoint={endpoint}")).unwrap();
             let expected = [("ours".to_owned(), false), ("step".to_owned(), true)];
             assert_eq!(names(&*store, "run"), expected, "{scheme}");
-            assert_eq!(store.service().unwrap().requests().lists, 2, "{scheme}");
+            assert_eq!(noted.requests().lists, 2, "{scheme}");
             if scheme != "az" {
                 store.delete_tree("run").unwrap();
                 assert_eq!(*deleted.lock().unwrap(), BTreeSet::from(["run/ours".to_owned()]), "{scheme}");

@@ -412,7 +412,7 @@ mod tests {
         let patience = Patience::of(&save, Duration::MAX);
         let away = |what: &str| Error { wait: Some(Duration::ZERO), ..Error::new(Kind::Unavailable, what) };
         Tries::begin().again(away("write a: part 3: away"), patience).unwrap();
-        let report = save.shared.lock().report.clone();
+        let report = save.shared.recorder.report();
         assert!(report.failures[0].contains(" ms: write a: part 3: away; try 1, again in "), "{report:?}");
         let refused = Tries::begin().again(Error::new(Kind::Invalid, "write b: denied"), patience).unwrap_err();
         assert_eq!(refused.message, "write b: denied");

@@ -5,36 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
-use shardfast_store::Requests;
-
 use crate::error::{Error, Failures, Kind, Result};
+use crate::events::{Event, Observer, Phase};
+use crate::report::Recorder;
 use crate::staging::Staging;
-
-/// Results of a save so far.
-#[derive(Debug, Clone, Default, Serialize)]
-pub struct Report {
-    /// Milliseconds from the request until each phase was over.
-    pub phases_ms: BTreeMap<&'static str, f64>,
-    /// Bytes of data files that this rank wrote, headers included.
-    pub bytes_written: u64,
-    /// Data files that this rank wrote.
-    pub files_written: u64,
-    /// Result of comparing replicas; empty before it is known.
-    pub replicas: &'static str,
-    /// Reason why staging memory could not be page-locked for a device: copies from it are slower then.
-    pub page_lock_failure: Option<String>,
-    /// Requests that this rank made, by kind; empty where the storage takes none.
-    pub requests: BTreeMap<&'static str, u64>,
-    /// Failures of the storage, each with the time since the request, the operation, its object and part, the cause,
-    /// and when it was tried again; all but the first 64 are only counted.
-    pub failures: Vec<String>,
-    /// Number of failures beyond those listed.
-    pub failures_left_out: u64,
-}
-
-/// Failures that a report lists.
-const FAILURES_MAX: usize = 64;
 
 /// State of a save, for its threads and its caller.
 pub struct Shared {
@@ -44,6 +18,8 @@ pub struct Shared {
     pub changed: Condvar,
     /// Time at which the save was requested.
     pub requested: Instant,
+    /// Observer from which the save's report is computed.
+    pub recorder: Arc<Recorder>,
 }
 
 /// State of a save that its threads and its caller see.
@@ -58,8 +34,6 @@ pub struct State {
     pub cancelled: Option<Error>,
     /// Outcome, once the save has ended.
     pub outcome: Option<Result<()>>,
-    /// Report of the save so far.
-    pub report: Report,
     /// Notes that the caller has added since the save began.
     pub late_notes: Notes,
     /// Shardfast's own notes, as rank 0 has committed them.
@@ -80,18 +54,21 @@ pub struct Progress {
 impl Shared {
     /// Begins at this moment; `captured` if nothing is captured eagerly.
     pub fn new(captured: bool) -> Shared {
-        let report = Report::default();
         let state = State {
             captured,
             staged: false,
             confirmed: None,
             cancelled: None,
             outcome: None,
-            report,
             late_notes: Notes::new(),
             committed_notes: Notes::new(),
         };
-        Shared { state: Mutex::new(state), changed: Condvar::new(), requested: Instant::now() }
+        Shared {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            requested: Instant::now(),
+            recorder: Arc::default(),
+        }
     }
 
     /// Waits for a state; returns `None` when `timeout` passed first.
@@ -138,14 +115,14 @@ impl Progress {
 
     /// Sets that all that is captured eagerly is copied.
     pub fn captured(&self) {
-        self.mark("captured");
+        self.ended(Phase::Captured);
         self.shared.lock().captured = true;
         self.shared.changed.notify_all();
     }
 
     /// Sets that the state may change from now on.
     pub fn staged(&self) {
-        self.mark("staged");
+        self.ended(Phase::Staged);
         let mut state = self.shared.lock();
         (state.captured, state.staged) = (true, true);
         drop(state);
@@ -160,35 +137,26 @@ impl Progress {
         })
     }
 
-    /// Sets the end of a phase. Only the first call counts.
-    pub fn mark(&self, phase: &'static str) {
-        let ms = self.shared.requested.elapsed().as_secs_f64() * 1e3;
-        self.shared.lock().report.phases_ms.entry(phase).or_insert(ms);
+    /// Notes the end of a phase. Only the first call counts.
+    pub fn ended(&self, phase: Phase) {
+        self.note(&Event::Ended { phase, after: self.shared.requested.elapsed() });
     }
 
-    /// Reports the page-lock error, if any, of the staging memory that was used.
+    /// Notes an event.
+    pub fn note(&self, event: &Event<'_>) {
+        self.shared.recorder.noted(event);
+    }
+
+    /// Returns the observer of the save's store.
+    pub fn observer(&self) -> Arc<dyn shardfast_store::Observer> {
+        Arc::clone(&self.shared.recorder) as Arc<dyn shardfast_store::Observer>
+    }
+
+    /// Notes the page-lock error, if any, of the staging memory that was used.
     pub fn staged_in(&self, staging: &Staging) {
-        let failure = staging.page_lock_failure();
-        self.shared.lock().report.page_lock_failure = failure;
-    }
-
-    /// Sets whether replicas are compared.
-    pub fn compared(&self, outcome: &'static str) {
-        self.shared.lock().report.replicas = outcome;
-    }
-
-    /// Sets the requests that were made to the storage.
-    pub fn asked(&self, requests: Requests) {
-        let Requests { puts, gets, asked_again, heads, lists, deletes } = requests;
-        let kinds = [
-            ("puts", puts),
-            ("gets", gets),
-            ("asked_again", asked_again),
-            ("heads", heads),
-            ("lists", lists),
-            ("deletes", deletes),
-        ];
-        self.shared.lock().report.requests = kinds.into_iter().filter(|(_, count)| *count > 0).collect();
+        if let Some(failure) = staging.page_lock_failure() {
+            self.note(&Event::PageLock { failure: &failure });
+        }
     }
 
     /// Returns the notes that the caller has added so far.
@@ -199,15 +167,6 @@ impl Progress {
     /// Sets the notes that were committed.
     pub fn noted(&self, notes: Notes) {
         self.shared.lock().committed_notes = notes;
-    }
-
-    /// Counts data files that were written, given the bytes of each.
-    pub fn wrote(&self, files: impl Iterator<Item = u64>) {
-        let mut state = self.shared.lock();
-        for bytes in files {
-            state.report.files_written += 1;
-            state.report.bytes_written += bytes;
-        }
     }
 
     /// Cancels the save, which has failed elsewhere.
@@ -222,39 +181,24 @@ impl Progress {
 
     /// Returns this rank's error, with the stage that its part of the save had reached.
     pub fn with_stage(&self, error: Error) -> Error {
-        let state = self.shared.lock();
-        let reached = |phase: &&&str| state.report.phases_ms.contains_key(**phase);
-        let stage = match ["staged", "captured", "planned"].iter().find(reached) {
-            Some(&"staged") => "staged, not yet durable",
-            Some(&"captured") => "captured, not yet staged",
-            _ => "planned, not yet captured",
+        let has_ended = |phase| self.shared.recorder.has_ended(phase);
+        let stage = match () {
+            () if has_ended(Phase::Staged) => "staged, not yet durable",
+            () if has_ended(Phase::Captured) => "captured, not yet staged",
+            () => "planned, not yet captured",
         };
         Error { message: format!("{} (its part was {stage})", error.message), ..error }
     }
 }
 
 impl Failures for Progress {
-    fn failed(&self, error: &Error, tried: usize, pause: Option<Duration>) {
-        // An answer that something is there, or is not, is no failure of the storage.
-        if matches!(error.kind, Kind::Conflict | Kind::NotFound) {
-            return;
-        }
-        let ms = self.reported_in.requested.elapsed().as_millis();
-        let next = match pause {
-            Some(pause) => format!("again in {} ms", pause.as_millis()),
-            None => "not again".to_owned(),
-        };
-        let mut state = self.reported_in.lock();
-        match state.report.failures.len() < FAILURES_MAX {
-            true => state.report.failures.push(format!("{ms} ms: {}; try {tried}, {next}", error.message)),
-            false => state.report.failures_left_out += 1,
-        }
+    fn failed(&self, error: &Error, attempt: usize, pause: Option<Duration>) {
+        let after = self.reported_in.requested.elapsed();
+        self.reported_in.recorder.noted(&Event::Failed { error, attempt, pause, after });
     }
 
     fn before(&self) -> (u64, Option<String>) {
-        let report = &self.reported_in.lock().report;
-        let count = report.failures.len() as u64 + report.failures_left_out;
-        (count, report.failures.last().cloned())
+        self.reported_in.recorder.failures()
     }
 }
 

@@ -12,6 +12,7 @@ use shardfast_engine::{Engine, Error, Kind, PeerReads, Result, Traffic, checkpoi
 use shardfast_format::{DType, LeafName};
 use shardfast_store::disk::{Disk, RealDisk};
 use shardfast_store::testing::around::Around;
+use shardfast_store::testing::noted::Noted;
 use shardfast_store::testing::sims3::SimS3;
 use shardfast_store::{Fetch, Lent, Mapping, ObjectReader, PageCache, Store, Upcoming, one_by_one};
 use shardfast_tools::{Copying, Limit, copy_between};
@@ -252,14 +253,14 @@ fn requests_are_few() {
     let unique = (24 << 10) * 4096;
     let service = SimS3::default();
     let far = || {
-        let shared = Arc::new(shardfast_store::Shared::simulated(service.clone()));
-        shardfast_store::open_on("s3://simulated/run?endpoint=http://simulated", &shared).unwrap()
+        let shared = shardfast_store::Shared::simulated(service.clone());
+        Noted::open_on("s3://simulated/run?endpoint=http://simulated", &shared).unwrap()
     };
     let from = shardfast_store::open(&url).unwrap();
     copy_between(
         &Engine::solo(),
         (from, &url),
-        (far(), "s3"),
+        (far().0, "s3"),
         &Copying { limit: Limit::new(None), verify: false },
         &|_, _| (),
     )
@@ -273,10 +274,10 @@ fn requests_are_few() {
         (PeerReads::Always, Layout::replicas(2), MESSAGES_BYTES, 15 << 16),
     ] {
         let job = Job::staged(layout.clone(), staging);
-        let stores: Vec<Arc<dyn Store>> = (0..layout.world()).map(|_| far()).collect();
+        let (stores, noted): (Vec<Arc<dyn Store>>, Vec<_>) = (0..layout.world()).map(|_| far()).unzip();
         // The first request asks for keys before.
         stores.iter().for_each(|store| _ = store.list("").unwrap());
-        let asked: Vec<u64> = stores.iter().map(|store| store.service().unwrap().requests().gets).collect();
+        noted.iter().for_each(|noted| _ = noted.take());
         let open = |engine: &Arc<Engine>| {
             let store = Arc::clone(&stores[engine.rank() as usize]);
             checkpoint::open_from(engine, Ok(store), &url, LONG)
@@ -285,11 +286,7 @@ fn requests_are_few() {
         assert!(flaw.is_none() && traffic.iter().all(|traffic| traffic.is_shared), "{traffic:?}");
         let read = total(&traffic, |traffic| traffic.bytes_read);
         assert!((unique..unique + unique / 50).contains(&read), "{traffic:?}");
-        let gets = stores
-            .iter()
-            .zip(asked)
-            .map(|(store, asked)| store.service().unwrap().requests().gets - asked)
-            .sum::<u64>();
+        let gets = noted.iter().map(|noted| noted.requests().gets).sum::<u64>();
         // Each rank opens two files, and rank 0 reads commit and manifest.
         let most = 2 * (unique / 2).div_ceil(by_request) + 2 * layout.world() as u64 + 2;
         assert!(gets <= most, "{layout:?}: {gets} requests, expected at most {most}");

@@ -3,10 +3,12 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
+use shardfast_store::Shared;
+use shardfast_store::testing::noted::Noted;
 use shardfast_store::testing::servers::Server;
 
 use crate::campaign::{DEADLINE, Place};
-use crate::checkpoint::{direct, load, save, store};
+use crate::checkpoint::{direct, load, save};
 use crate::proxy::Proxy;
 
 /// Loads through one store, so that its reads have peers.
@@ -24,7 +26,7 @@ pub(crate) fn reads_are_asked_for_again(server: &Server) {
     save(&direct(&place.direct()), DEADLINE).unwrap();
     let wanted = LOADS * place.requests(load).iter().filter(|seen| seen.request.is_read()).count();
     let proxy = Proxy::silent(server, &place.prefix(), FROM, EVERY);
-    let store = store(&place.through(&proxy), NEVER);
+    let (store, noted) = Noted::open_on(&place.through(&proxy), &Shared::impatient(NEVER)).unwrap();
     let (done, ended) = mpsc::channel();
     std::thread::scope(|threads| {
         threads.spawn(|| {
@@ -36,7 +38,7 @@ pub(crate) fn reads_are_asked_for_again(server: &Server) {
             std::process::abort();
         }
     });
-    let (requests, unanswered) = (store.service().unwrap().requests(), proxy.harmed());
+    let (requests, unanswered) = (noted.requests(), proxy.harmed());
     let again = requests.asked_again as usize;
     let answered = proxy.seen().iter().filter(|seen| seen.request.is_read()).count();
     println!("{wanted} reads, {unanswered} without an answer, {again} asked for again");

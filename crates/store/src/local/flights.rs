@@ -1,7 +1,10 @@
 //! Writes through a ring: the calling thread keeps writes in flight and continues short ones.
 
+use std::time::Instant;
+
 use super::{LocalWriter, failed, of_errno};
 use crate::disk::{Disk, Errno, Flight, Ring};
+use crate::observe::Action;
 use crate::write::{Next, Write, Writes};
 use crate::{Error, Kind, Result};
 
@@ -15,6 +18,7 @@ struct Begun<'a, D: Disk> {
     end: usize,
     /// `true` if the last answer advanced it by no unit: once may be chance, twice is a defect.
     stalled: bool,
+    began: Option<Instant>,
 }
 
 /// Implements [`Store::write_all`](crate::Store::write_all) through a ring.
@@ -67,9 +71,10 @@ fn begin<'a, D: Disk>(
     let Write { offset, mut buffers, bytes, number, .. } = write;
     let Some(buffer) = buffers.pop() else { return Ok(()) };
     if bytes > 0 {
+        let began = object.reports.begin();
         let flight = Flight { buffer, range: 0..bytes, offset, write: place };
         ring.submit(&object.file, flight).map_err(|errno| of_errno("write", &object.path, errno))?;
-        begun[place] = Some(Begun { object, number, end: bytes, stalled: false });
+        begun[place] = Some(Begun { object, number, end: bytes, stalled: false, began });
     }
     Ok(())
 }
@@ -98,6 +103,7 @@ fn advance<'a, D: Disk>(
         Err(Errno::INTR) => {}
         Err(errno) => {
             let error = write.object.failed("write", errno);
+            reported(&write, &flight, Some(&error));
             return Ok(Advanced::Failed(whole(write, flight), error));
         }
         Ok(taken) => {
@@ -106,6 +112,7 @@ fn advance<'a, D: Disk>(
             if units == 0 && (taken == 0 || write.stalled) {
                 let message = format!("expected {} bytes to be written, found {taken}", flight.range.len());
                 let error = failed(Kind::Unavailable, "write", path, message);
+                reported(&write, &flight, Some(&error));
                 return Ok(Advanced::Failed(whole(write, flight), error));
             }
             write.stalled = units == 0;
@@ -114,6 +121,7 @@ fn advance<'a, D: Disk>(
         }
     }
     if flight.range.start >= write.end {
+        reported(&write, &flight, None);
         return Ok(Advanced::Done);
     }
     let place = flight.write;
@@ -123,7 +131,17 @@ fn advance<'a, D: Disk>(
 
 /// Returns the whole write of which this was a part.
 fn whole<'a, D: Disk>(begun: Begun<'a, D>, flight: Flight) -> Write<'a> {
-    let Begun { object, number, end, .. } = begun;
-    let offset = flight.offset - flight.range.start as u64;
+    let (Begun { object, number, end, .. }, offset) = (begun, offset(&flight));
     Write { object, offset, buffers: vec![flight.buffer], bytes: end, number, crc64: None }
+}
+
+/// Returns the offset of the whole write of which this is a part.
+fn offset(flight: &Flight) -> u64 {
+    flight.offset - flight.range.start as u64
+}
+
+/// Reports a write that has ended.
+fn reported<D: Disk>(write: &Begun<'_, D>, flight: &Flight, failure: Option<&Error>) {
+    let (object, offset) = (write.object, offset(flight));
+    object.reports.end(write.began, Action::Write, &object.name, offset..offset + write.end as u64, failure);
 }

@@ -9,6 +9,7 @@ use super::{ALIGNMENT, failed, of_errno, uninterrupted};
 use crate::disk::{Disk, Errno, Sys};
 use crate::error::too_short;
 use crate::map::{Lending, UNIT_BYTES};
+use crate::observe::{Action, Reports};
 use crate::{Fetch, Kind, Lent, Mapping, ObjectReader, PageCache, Result, Upcoming, one_by_one};
 
 /// Length, in bytes, from which a read that must wait for the device is announced to the kernel as a whole. The
@@ -48,6 +49,8 @@ pub(super) struct LocalReader<D: Disk> {
     lending: Arc<Lending>,
     path: PathBuf,
     bytes: u64,
+    name: String,
+    pub(super) reports: Reports,
 }
 
 impl<D: Disk> ObjectReader for LocalReader<D> {
@@ -60,36 +63,11 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let bytes = buf.len() as u64;
-        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
-            return Err(too_short(self.path.to_string_lossy(), self.bytes, offset, buf.len()));
-        }
-        let announced = self.announced().remove(&offset);
-        if matches!(announced, Some(Announced::Range | Announced::Units)) {
-            return self.fill(offset, buf);
-        }
-        let is_missing = announced == Some(Announced::Not);
-        if buf.len() < PREFETCH_BYTES_MIN || !is_missing && self.is_cached(offset, bytes) {
-            return self.fill(offset, buf);
-        }
-        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
-        match self.direct.as_ref().filter(|_| is_aligned) {
-            Some(direct) => self.fill_past(direct, offset, buf),
-            None => {
-                let _ = self.disk.will_need(&self.file, offset, bytes);
-                self.fill(offset, buf)
-            }
-        }
+        self.reports.during(Action::Read, &self.name, (offset, buf.len()), || self.read_once(offset, buf))
     }
 
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let _ = self.disk.dont_need(&self.file, offset, buf.len() as u64);
-        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
-        // Opened for this, however small the file is: what is mapped or in use stays in the page cache as it is.
-        match uninterrupted(|| self.disk.open_read(&self.path, true)) {
-            Ok(direct) if is_aligned => self.fill_past(&direct, offset, buf),
-            _ => self.fill(offset, buf),
-        }
+        self.reports.during(Action::Read, &self.name, (offset, buf.len()), || self.read_past(offset, buf))
     }
 
     fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> {
@@ -135,6 +113,65 @@ impl<D: Disk> PageCache for LocalReader<D> {
     }
 
     fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
+        let began = self.reports.begin();
+        let lent = self.lent(offset, bytes)?;
+        self.reports.end(began, Action::Read, &self.name, offset..offset + bytes as u64, None);
+        Some(lent)
+    }
+}
+
+impl<D: Disk> LocalReader<D> {
+    /// Makes a reader of an open file; `direct` is a second handle, past the page cache.
+    pub(super) fn new(
+        disk: Arc<D>,
+        file: D::File,
+        direct: Option<D::File>,
+        lending: Arc<Lending>,
+        (path, name): (PathBuf, &str),
+        bytes: u64,
+    ) -> Self {
+        let (announced, mapping, name, reports) =
+            (Mutex::default(), OnceLock::new(), name.to_owned(), Reports::default());
+        Self { disk, file, direct, announced, mapping, lending, path, bytes, name, reports }
+    }
+
+    /// Reads a range as its announcement and the page cache suggest.
+    fn read_once(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let bytes = buf.len() as u64;
+        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            return Err(too_short(self.path.to_string_lossy(), self.bytes, offset, buf.len()));
+        }
+        let announced = self.announced().remove(&offset);
+        if matches!(announced, Some(Announced::Range | Announced::Units)) {
+            return self.fill(offset, buf);
+        }
+        let is_missing = announced == Some(Announced::Not);
+        if buf.len() < PREFETCH_BYTES_MIN || !is_missing && self.is_cached(offset, bytes) {
+            return self.fill(offset, buf);
+        }
+        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
+        match self.direct.as_ref().filter(|_| is_aligned) {
+            Some(direct) => self.fill_past(direct, offset, buf),
+            None => {
+                let _ = self.disk.will_need(&self.file, offset, bytes);
+                self.fill(offset, buf)
+            }
+        }
+    }
+
+    /// Reads a range from the device, as far as the page cache gives it up.
+    fn read_past(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let _ = self.disk.dont_need(&self.file, offset, buf.len() as u64);
+        let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
+        // Opened for this, however small the file is: what is mapped or in use stays in the page cache as it is.
+        match uninterrupted(|| self.disk.open_read(&self.path, true)) {
+            Ok(direct) if is_aligned => self.fill_past(&direct, offset, buf),
+            _ => self.fill(offset, buf),
+        }
+    }
+
+    /// Lends a range that lies in the page cache, or that page faults fetch best.
+    fn lent(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
         let end = offset.checked_add(bytes as u64).filter(|&end| end <= self.bytes)?;
         let range = usize::try_from(offset).ok()?..usize::try_from(end).ok()?;
         let announced = self.announced().get(&offset).copied();
@@ -156,20 +193,6 @@ impl<D: Disk> PageCache for LocalReader<D> {
             return None;
         }
         self.lending.lend(self.mapping()?, range).ok()
-    }
-}
-
-impl<D: Disk> LocalReader<D> {
-    /// Makes a reader of an open file; `direct` is a second handle, past the page cache.
-    pub(super) fn new(
-        disk: Arc<D>,
-        file: D::File,
-        direct: Option<D::File>,
-        lending: Arc<Lending>,
-        path: PathBuf,
-        bytes: u64,
-    ) -> Self {
-        Self { disk, file, direct, announced: Mutex::default(), mapping: OnceLock::new(), lending, path, bytes }
     }
 
     /// Returns the mapping of the whole file, from which ranges are lent.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::{WRITE_BACK_BYTES_MIN, failed, no_room, uninterrupted};
 use crate::disk::{Disk, Errno};
+use crate::observe::{Action, Reports};
 use crate::{Error, Kind, ObjectWriter, Result};
 
 /// A file that is being written; removed when dropped, unless it is finished.
@@ -16,6 +17,8 @@ pub(super) struct LocalWriter<D: Disk> {
     pub(super) bytes: u64,
     pub(super) alignment: usize,
     pub(super) keep: bool,
+    pub(super) name: String,
+    pub(super) reports: Reports,
 }
 
 impl<D: Disk> LocalWriter<D> {
@@ -41,18 +44,8 @@ impl<D: Disk> LocalWriter<D> {
         }
         Ok(())
     }
-}
 
-impl<D: Disk> ObjectWriter for LocalWriter<D> {
-    fn storage(&self) -> &dyn Any {
-        self
-    }
-
-    fn alignment(&self) -> usize {
-        self.alignment
-    }
-
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+    fn write_whole(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check(offset, bytes)?;
         let (mut done, mut stalled) = (0, false);
         while done < bytes.len() {
@@ -73,11 +66,27 @@ impl<D: Disk> ObjectWriter for LocalWriter<D> {
         }
         Ok(())
     }
+}
+
+impl<D: Disk> ObjectWriter for LocalWriter<D> {
+    fn storage(&self) -> &dyn Any {
+        self
+    }
+
+    fn alignment(&self) -> usize {
+        self.alignment
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.reports.during(Action::Write, &self.name, (offset, bytes.len()), || self.write_whole(offset, bytes))
+    }
 
     fn finish(&mut self) -> Result<()> {
-        uninterrupted(|| self.disk.ftruncate(&self.file, self.bytes))
-            .map_err(|errno| self.failed("ftruncate", errno))?;
-        uninterrupted(|| self.disk.fdatasync(&self.file)).map_err(|errno| self.failed("fdatasync", errno).finally())?;
+        self.reports.during(Action::Finish, &self.name, (0, 0), || {
+            uninterrupted(|| self.disk.ftruncate(&self.file, self.bytes))
+                .map_err(|errno| self.failed("ftruncate", errno))?;
+            uninterrupted(|| self.disk.fdatasync(&self.file)).map_err(|errno| self.failed("fdatasync", errno).finally())
+        })?;
         self.keep = true;
         Ok(())
     }

@@ -20,13 +20,14 @@ use quick_xml::escape::resolve_predefined_entity;
 use quick_xml::events::{BytesRef, BytesStart, Event};
 
 use super::{Place, delete_each};
+use crate::observe::Action;
 use crate::{Entry, Kind, Result, Upload, name};
 
 impl Place {
     /// Lists a directory, by name.
     pub(super) fn list(&self, dir: &str) -> Result<Vec<Entry>> {
-        let prefix = self.dir("list", dir)?;
-        let found = self.call_twice("list", dir, || self.client().list_with_delimiter(prefix.as_ref()))?;
+        let prefix = self.dir(Action::List, dir)?;
+        let found = self.call_twice(Action::List, dir, || self.client().list_with_delimiter(prefix.as_ref()))?;
         let named = |path: &Path| {
             let name = path.filename()?;
             name::flaw(name).is_none().then(|| name.to_owned())
@@ -40,7 +41,7 @@ impl Place {
         let objects = found.objects.iter().filter_map(object);
         let mut entries: Vec<Entry> = dirs.chain(objects).collect();
         if entries.is_empty() {
-            return Err(self.fail(Kind::NotFound, "list", dir, "no such directory"));
+            return Err(self.fail(Kind::NotFound, Action::List, dir, "no such directory"));
         }
         entries.sort_by(|a, b| (&a.name, a.is_dir).cmp(&(&b.name, b.is_dir)));
         Ok(entries)
@@ -48,10 +49,10 @@ impl Place {
 
     /// Deletes all objects below a directory.
     pub(super) fn delete_tree(&self, dir: &str) -> Result<()> {
-        name::check("delete_tree", &self.url, dir)?;
-        let prefix = self.dir("delete_tree", dir)?;
+        name::check(Action::DeleteTree.word(), &self.url, dir)?;
+        let prefix = self.dir(Action::DeleteTree, dir)?;
         let below = self.client().list(prefix.as_ref()).map_ok(|object| object.location).boxed();
-        self.call("delete_tree", dir, delete_each(self.client(), below))
+        self.call(Action::DeleteTree, dir, delete_each(self.client(), below))
     }
 
     /// Lists uploads that are begun and not completed.
@@ -59,9 +60,9 @@ impl Place {
         let Some(list) = &self.bucket.uploads else {
             let message = "uploads that were not completed cannot be listed here: give the bucket a lifecycle rule \
                            that aborts them, unless the service does it by itself";
-            return Err(self.fail(Kind::Unsupported, "uploads", "", message));
+            return Err(self.fail(Kind::Unsupported, Action::Uploads, "", message));
         };
-        let found = self.call_twice("uploads", "", || list.uploads(&self.prefix))?;
+        let found = self.call_twice(Action::Uploads, "", || list.uploads(&self.prefix))?;
         let own = |(path, id, begun): (String, String, SystemTime)| {
             let name = path.strip_prefix(&self.prefix).filter(|name| name::flaw(name).is_none())?.to_owned();
             Some(Upload { name, id, begun })

@@ -18,6 +18,7 @@ use tokio::time::timeout_at;
 use super::Place;
 use super::network::{self, Answer};
 use super::pace::SOONEST;
+use crate::observe::Action;
 use crate::place::join;
 use crate::{Error, Kind, ObjectReader, PageCache, Requests, Result};
 
@@ -68,7 +69,7 @@ impl ObjectReader for RemoteReader {
         };
         let _turn = self.place.reading.enter();
         let began = Instant::now();
-        let read = self.place.fetch("read", &self.name, &self.path, first..end, options, take)?;
+        let read = self.place.fetch(Action::Read, &self.name, &self.path, first..end, options, take)?;
         match read.map(|found| found.at) {
             Ok(at) if at == end => {
                 self.place.reading.moved(end - first);
@@ -76,15 +77,15 @@ impl ObjectReader for RemoteReader {
             }
             Ok(at) => {
                 let message = format!("expected bytes {first}..{end}, found them up to {at}");
-                Err(self.place.fail(Kind::Unavailable, "read", &self.name, message))
+                Err(self.place.fail(Kind::Unavailable, Action::Read, &self.name, message))
             }
             Err((error, answer)) if answer.status == Some(StatusCode::PRECONDITION_FAILED) => {
                 let message = format!("the object was replaced while it was read ({})", error.message);
-                Err(self.place.fail(Kind::Corrupt, "read", &self.name, message))
+                Err(self.place.fail(Kind::Corrupt, Action::Read, &self.name, message))
             }
             Err((error, _)) if error.kind == Kind::NotFound => {
                 let message = format!("the object was removed while it was read ({})", error.message);
-                Err(self.place.fail(Kind::Corrupt, "read", &self.name, message))
+                Err(self.place.fail(Kind::Corrupt, Action::Read, &self.name, message))
             }
             Err((error, answer)) => {
                 self.place.reading.refused(answer.status, began);
@@ -125,7 +126,7 @@ impl Place {
     /// The first request's, with the service's message.
     pub(super) fn fetch(
         &self,
-        op: &'static str,
+        op: Action,
         name: &str,
         path: &Path,
         range: Range<u64>,
@@ -185,19 +186,20 @@ impl Place {
         let (answers, _) = self.network.run(&self.url, read)?;
         let said: Vec<Answer> =
             answers.iter().map(|of| of.answer.lock().unwrap_or_else(PoisonError::into_inner).clone()).collect();
-        said.iter().for_each(|answer| self.asked(answer));
-        let asked_again = said.len() as u64 - 1;
-        self.asked(&Answer { requests: Requests { asked_again, ..Requests::default() }, ..Answer::default() });
-        match answers.into_iter().zip(said).next() {
+        let mut requests = Requests { asked_again: said.len() as u64 - 1, ..Requests::default() };
+        said.iter().for_each(|answer| requests.add(answer.requests));
+        let read = match answers.into_iter().zip(said).next() {
             Some((Fetched { error: Some(error), .. }, answer)) => {
-                Ok(Err((self.failed(op, name, began, &error, &answer), answer)))
+                Err((self.failed(op, name, began, &error, &answer), answer))
             }
-            Some((fetched, _)) => {
-                self.is_admitted.store(true, Ordering::Relaxed);
-                Ok(Ok(fetched))
-            }
-            None => Err(self.fail(Kind::Internal, op, name, "no request was made")),
-        }
+            Some((fetched, _)) => Ok(fetched),
+            None => return Err(self.fail(Kind::Internal, op, name, "no request was made")),
+        };
+        self.is_admitted.fetch_or(read.is_ok(), Ordering::Relaxed);
+        let moved = read.as_ref().map_or(bytes, |fetched| fetched.at - range.start);
+        let moved = range.start..range.start + moved;
+        self.reports.asked(began, op, name, moved, requests, read.as_ref().err().map(|(error, _)| error));
+        Ok(read)
     }
 
     /// Sends a request; returns the stream of its pieces.

@@ -10,6 +10,7 @@ use object_store::path::Path;
 use object_store::{PutOptions, PutPayload};
 
 use super::Place;
+use crate::observe::Action;
 use crate::write::{Buffer, Write};
 use crate::{Error, Kind, ObjectWriter, Result};
 
@@ -40,18 +41,19 @@ impl RemoteWriter {
                 "expected whole parts of {} bytes of {}, found {bytes} bytes at {offset}",
                 self.part_bytes, self.bytes
             );
-            return Err(self.place.fail(Kind::Invalid, "write", &self.name, message));
+            return Err(self.place.fail(Kind::Invalid, Action::Write, &self.name, message));
         }
         Ok((offset / self.part_bytes) as usize)
     }
 
     fn put_part(&self, part: usize, payload: PutPayload, crc64: Option<u64>) -> Result<()> {
         let (place, bytes, began) = (&*self.place, payload.content_length() as u64, Instant::now());
+        let range = part as u64 * self.part_bytes..part as u64 * self.part_bytes + bytes;
         let sent = match &self.upload {
             None => {
                 let options = PutOptions { attributes: place.bucket.attributes.clone(), ..PutOptions::default() };
                 let put = place.client().put_opts(&self.path, payload, options);
-                place.answered("write", &self.name, put)?.map(|_| PartId { content_id: String::new() })
+                place.moved(Action::Write, &self.name, range, put)?.map(|_| PartId { content_id: String::new() })
             }
             Some(upload) => {
                 let put = async {
@@ -61,7 +63,7 @@ impl RemoteWriter {
                     }
                 };
                 let named = |error: Error| Error { message: format!("part {}: {}", part + 1, error.message), ..error };
-                place.answered("write", &self.name, put)?.map_err(|(error, answer)| (named(error), answer))
+                place.moved(Action::Write, &self.name, range, put)?.map_err(|(error, answer)| (named(error), answer))
             }
         };
         match sent {
@@ -101,11 +103,11 @@ impl RemoteWriter {
     /// Completes the upload; a try whose answer was lost or cannot be parsed is recognized by the object.
     fn complete(&self, upload: &String, parts: Vec<PartId>) -> Result<()> {
         let completed = self.place.client().complete_multipart(&self.path, upload, parts);
-        let error = match self.place.call("finish", &self.name, completed) {
+        let error = match self.place.call(Action::Finish, &self.name, completed) {
             Err(error) if matches!(error.kind, Kind::NotFound | Kind::Invalid) => error,
             completed => return completed.map(|_| ()),
         };
-        match self.place.head("finish", &self.name) {
+        match self.place.head(Action::Finish, &self.name) {
             Ok(found) if found.meta.size == self.bytes => Ok(()),
             Err(unseen) if unseen.kind == Kind::Unavailable => Err(unseen),
             _ if error.kind == Kind::NotFound => Err(Error { kind: Kind::Unavailable, ..error }.finally()),
@@ -136,7 +138,7 @@ impl ObjectWriter for RemoteWriter {
         let Some(parts) = parts else {
             let missing = self.parts().iter().position(Option::is_none).unwrap_or_default();
             let message = format!("part {} of {} was never written", missing + 1, self.parts().len());
-            return Err(self.place.fail(Kind::Invalid, "finish", &self.name, message));
+            return Err(self.place.fail(Kind::Invalid, Action::Finish, &self.name, message));
         };
         if let Some(upload) = &self.upload {
             self.complete(upload, parts)?;
@@ -157,12 +159,12 @@ impl Drop for RemoteWriter {
             Some(upload) => {
                 for _ in 0..2 {
                     let abort = self.place.client().abort_multipart(&self.path, upload);
-                    if self.place.call("abort", &self.name, abort).is_err() {
+                    if self.place.call(Action::Abort, &self.name, abort).is_err() {
                         break;
                     }
                 }
             }
-            None if self.parts().iter().any(Option::is_some) => _ = self.place.delete("abort", &self.name),
+            None if self.parts().iter().any(Option::is_some) => _ = self.place.delete(Action::Abort, &self.name),
             None => {}
         }
     }

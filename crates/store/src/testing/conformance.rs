@@ -3,10 +3,12 @@
 //! A backend's test is one call of [`check`].
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::{Buffer, Entry, Error, Kind, Next, ObjectWriter, Pieces, Result, Store, Write, Writes};
+use super::noted::{Noted, Seen};
+use crate::{Action, Buffer, Entry, Error, Kind, Next, ObjectWriter, Pieces, Requests, Result, Store, Write, Writes};
 
 /// Checks a backend against the contract. `open` opens the store of a given name: the same store for the same name, an
 /// empty one for a new name.
@@ -33,6 +35,45 @@ pub fn check(open: impl Fn(&str) -> Arc<dyn Store>) {
     what_is_deleted_is_gone(&two("delete"));
     only_what_is_named_is_deleted(&two("delete-all"));
     a_store_below_a_store_shares_its_objects(&open);
+}
+
+/// Tests that the store at `url` reports each operation once, with its object, its bytes and its failure.
+pub fn check_reports(url: &str) {
+    let (store, noted) = Noted::open(url).unwrap();
+    let contents = pattern(9, 100_000);
+    let takes_requests = store.service().is_some();
+    let expect = |action, object: &str, bytes: Range<u64>, failure: Option<Kind>| {
+        let seen = noted.take();
+        let own: Vec<&Seen> = seen.iter().filter(|seen| seen.action == action && seen.object == object).collect();
+        let moved = own.iter().map(|seen| seen.bytes).sum::<u64>();
+        assert!(!own.is_empty() && bytes.contains(&moved), "{action:?} {object}, {bytes:?} bytes: {seen:?}");
+        assert!(own.iter().any(|seen| seen.failure == failure), "{action:?} {object}, {failure:?}: {seen:?}");
+        let asked = seen.iter().all(|seen| (seen.requests != Requests::default()) == takes_requests);
+        assert!(asked, "requests: {seen:?}");
+    };
+    write_object(&*store, "d/object", &contents).unwrap();
+    // The last write may be padded.
+    expect(Action::Write, "d/object", 100_000..100_000 + 4096, None);
+    let (object, head) = store.open_head("d/object", 10).unwrap();
+    assert_eq!(head, contents[..10]);
+    expect(Action::Open, "d/object", 10..11, None);
+    object.read_at(5, &mut [0; 50]).unwrap();
+    expect(Action::Read, "d/object", 50..51, None);
+    store.put("d/small", &contents[..7]).unwrap();
+    expect(Action::Put, "d/small", 7..8, None);
+    store.publish("d/once", &contents[..9]).unwrap();
+    expect(Action::Publish, "d/once", 9..10, None);
+    assert!(store.publish("d/once", &contents[..9]).is_err());
+    let failed = noted.take();
+    assert!(failed.iter().any(|seen| seen.action == Action::Publish && seen.failure.is_some()), "{failed:?}");
+    assert!(store.size("none").is_err());
+    expect(Action::Open, "none", 0..1, Some(Kind::NotFound));
+    store.list("d").unwrap();
+    expect(Action::List, "d", 0..1, None);
+    store.delete("d/small").unwrap();
+    expect(Action::Delete, "d/small", 0..1, None);
+    store.delete_tree("d").unwrap();
+    expect(Action::DeleteTree, "d", 0..1, None);
 }
 
 /// Writes and finishes an object as the contract demands: in aligned pieces, the last one padded, in reverse order.

@@ -1,0 +1,94 @@
+//! Defines the events of a save, and who observes them.
+
+use std::time::Duration;
+
+use crate::error::Error;
+
+/// Phases of a save, in the order in which they end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Phase {
+    /// This rank knows what it writes.
+    Planned,
+    /// All tensors that are captured eagerly are copied.
+    Captured,
+    /// The state may change.
+    Staged,
+    /// This rank's tensors are written, not yet durable.
+    Written,
+    /// Replicas are compared.
+    Compared,
+    /// This rank's values are written.
+    Durable,
+    /// The checkpoint is committed.
+    Committed,
+}
+
+impl Phase {
+    /// All phases of a save.
+    pub const ALL: [Phase; 7] = [
+        Phase::Planned,
+        Phase::Captured,
+        Phase::Staged,
+        Phase::Written,
+        Phase::Compared,
+        Phase::Durable,
+        Phase::Committed,
+    ];
+
+    /// Returns the word that reports have for it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Phase::Planned => "planned",
+            Phase::Captured => "captured",
+            Phase::Staged => "staged",
+            Phase::Written => "written",
+            Phase::Compared => "compared",
+            Phase::Durable => "durable",
+            Phase::Committed => "committed",
+        }
+    }
+}
+
+/// Event of a save. The operations of its store are [events of their own](shardfast_store::Event).
+#[derive(Clone, Copy, Debug)]
+pub enum Event<'a> {
+    /// A phase is over.
+    Ended {
+        /// Phase that is over.
+        phase: Phase,
+        /// Time from the request of the save to its end.
+        after: Duration,
+    },
+    /// A data file of this rank is written.
+    Wrote {
+        /// Length of the file, its header included.
+        bytes: u64,
+    },
+    /// Comparison of replicas decided.
+    Compared {
+        /// Outcome, as reports say it.
+        outcome: &'static str,
+    },
+    /// Staging memory could not be page-locked for a device.
+    PageLock {
+        /// Error of the device's driver.
+        failure: &'a str,
+    },
+    /// An action at the storage has failed.
+    Failed {
+        /// Failure of this try.
+        error: &'a Error,
+        /// Number of the try, from 1 on.
+        attempt: usize,
+        /// Pause before the next try; `None` if there is none.
+        pause: Option<Duration>,
+        /// Time from the request of the save to the failure.
+        after: Duration,
+    },
+}
+
+/// Observer of a save and of its store. As a store's observer, it must return at once.
+pub trait Observer: shardfast_store::Observer {
+    /// Receives an event.
+    fn noted(&self, event: &Event<'_>);
+}

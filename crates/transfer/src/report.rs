@@ -1,0 +1,137 @@
+//! Computes the report of a save from its events, without a lock.
+
+use std::collections::BTreeMap;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use serde::Serialize;
+
+use crate::error::Kind;
+use crate::events::{Event, Observer, Phase};
+
+/// Results of a save so far.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Report {
+    /// Milliseconds from the request until each phase was over.
+    pub phases_ms: BTreeMap<&'static str, f64>,
+    /// Bytes of data files that this rank wrote, headers included.
+    pub bytes_written: u64,
+    /// Data files that this rank wrote.
+    pub files_written: u64,
+    /// Result of comparing replicas; empty before it is known.
+    pub replicas: &'static str,
+    /// Reason why staging memory could not be page-locked for a device: copies from it are slower then.
+    pub page_lock_failure: Option<String>,
+    /// Requests that this rank made, by kind; empty where the storage takes none.
+    pub requests: BTreeMap<&'static str, u64>,
+    /// Failures of the storage, each with the time since the request, the operation, its object and part, the cause,
+    /// and when it was tried again; all but the first 64 are only counted.
+    pub failures: Vec<String>,
+    /// Number of failures beyond those listed.
+    pub failures_left_out: u64,
+}
+
+/// Failures that a report lists.
+const FAILURES_MAX: usize = 64;
+
+/// Kinds of requests, as reports name them.
+const REQUESTS: [&str; 6] = ["puts", "gets", "asked_again", "heads", "lists", "deletes"];
+
+/// Observer that remembers what a report says.
+pub struct Recorder {
+    /// Nanoseconds until the end of each phase; 0 while it is not over.
+    phases_ns: [AtomicU64; Phase::ALL.len()],
+    bytes: AtomicU64,
+    files: AtomicU64,
+    replicas: OnceLock<&'static str>,
+    page_lock: OnceLock<String>,
+    requests: [AtomicU64; REQUESTS.len()],
+    failed: AtomicU64,
+    failures: [OnceLock<String>; FAILURES_MAX],
+}
+
+impl Default for Recorder {
+    fn default() -> Recorder {
+        Recorder {
+            phases_ns: Default::default(),
+            bytes: AtomicU64::new(0),
+            files: AtomicU64::new(0),
+            replicas: OnceLock::new(),
+            page_lock: OnceLock::new(),
+            requests: Default::default(),
+            failed: AtomicU64::new(0),
+            failures: [const { OnceLock::new() }; FAILURES_MAX],
+        }
+    }
+}
+
+impl Recorder {
+    /// Returns whether a phase is over.
+    pub fn has_ended(&self, phase: Phase) -> bool {
+        self.phases_ns[phase as usize].load(Relaxed) > 0
+    }
+
+    /// Returns the number of failures so far, and the last one that is listed.
+    pub fn failures(&self) -> (u64, Option<String>) {
+        (self.failed.load(Relaxed), self.failures.iter().map_while(OnceLock::get).last().cloned())
+    }
+
+    /// Returns the report so far.
+    pub fn report(&self) -> Report {
+        let phases = Phase::ALL.into_iter().filter(|&phase| self.has_ended(phase));
+        let ms = |phase: Phase| self.phases_ns[phase as usize].load(Relaxed) as f64 / 1e6;
+        let counts = REQUESTS.into_iter().zip(self.requests.iter().map(|count| count.load(Relaxed)));
+        let failures: Vec<String> = self.failures.iter().map_while(OnceLock::get).cloned().collect();
+        Report {
+            phases_ms: phases.map(|phase| (phase.word(), ms(phase))).collect(),
+            bytes_written: self.bytes.load(Relaxed),
+            files_written: self.files.load(Relaxed),
+            replicas: self.replicas.get().copied().unwrap_or_default(),
+            page_lock_failure: self.page_lock.get().cloned(),
+            requests: counts.filter(|(_, count)| *count > 0).collect(),
+            failures_left_out: self.failed.load(Relaxed).saturating_sub(FAILURES_MAX as u64),
+            failures,
+        }
+    }
+}
+
+impl shardfast_store::Observer for Recorder {
+    fn stored(&self, event: &shardfast_store::Event<'_>) {
+        let asked = event.requests;
+        let counts = [asked.puts, asked.gets, asked.asked_again, asked.heads, asked.lists, asked.deletes];
+        for (all, count) in self.requests.iter().zip(counts).filter(|(_, count)| *count > 0) {
+            all.fetch_add(count, Relaxed);
+        }
+    }
+}
+
+impl Observer for Recorder {
+    fn noted(&self, event: &Event<'_>) {
+        match *event {
+            // Only the first end counts.
+            Event::Ended { phase, after } => {
+                let ns = u64::try_from(after.as_nanos()).unwrap_or(u64::MAX).max(1);
+                let _ = self.phases_ns[phase as usize].compare_exchange(0, ns, Relaxed, Relaxed);
+            }
+            Event::Wrote { bytes } => {
+                self.files.fetch_add(1, Relaxed);
+                self.bytes.fetch_add(bytes, Relaxed);
+            }
+            Event::Compared { outcome } => _ = self.replicas.set(outcome),
+            Event::PageLock { failure } => _ = self.page_lock.set(failure.to_owned()),
+            // An answer that something is there, or is not, is no failure of the storage.
+            Event::Failed { error, .. } if matches!(error.kind, Kind::Conflict | Kind::NotFound) => {}
+            Event::Failed { error, attempt, pause, after } => {
+                let next = match pause {
+                    Some(pause) => format!("again in {} ms", pause.as_millis()),
+                    None => "not again".to_owned(),
+                };
+                let number = self.failed.fetch_add(1, Relaxed);
+                if let Some(place) = usize::try_from(number).ok().and_then(|number| self.failures.get(number)) {
+                    let ms = after.as_millis();
+                    let _ = place.set(format!("{ms} ms: {}; try {attempt}, {next}", error.message));
+                }
+            }
+        }
+    }
+}

@@ -9,6 +9,7 @@ import functools
 import itertools
 import multiprocessing
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,12 +51,15 @@ from ranks import (
 )
 from rivals import show_notes, sync, sync_directories
 from shardfast import session
+from shardfast.state.description import Describer, describe
 from trained import expect_ours, saves_of, show_memory, show_saves
 
 PROCESSES, GIGABYTES = 4, 0.5
 SAVED, LOADED = Layout(tp=2, pp=2), Layout()
 BYTES_OF_PARAMETER = 14
 """Two in bf16; the fp32 master and two moments."""
+
+DESCRIBED_LAYERS, DESCRIPTIONS = 48, 50
 
 WIDE = Kind(hidden=512, ffn=1024, channels=64, vocabulary=1024)
 NO_GROUPS = dict(vars(parallel_state))
@@ -352,6 +356,23 @@ def memory_worker(settings: Settings, layout: Layout) -> dict[str, int]:
     return found
 
 
+def description_worker(settings: Settings, layout: Layout) -> dict[str, Any]:
+    """How long a rank takes to describe a state of many layers: at first, and before each later save."""
+    job = Job(layout, Kind(layers=DESCRIBED_LAYERS))
+    describer = Describer(lambda by: None)
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        describer.describe(job.state, pickle=False)
+        return time.perf_counter() - began
+
+    first = seconds()
+    with torch._C.DisableTorchFunction():  # the mode with which Megatron trains on a CPU here takes half of the time
+        later = [seconds() for _ in range(DESCRIPTIONS)]
+    parameters = sum(1 for chunk in job.chunks for _ in chunk.parameters())
+    return {"parameters": parameters, "leaves": len(describe(job.state)), "first_s": first, "later_s": later}
+
+
 def end_children() -> None:
     """Ends the manager of Megatron's queue, which would outlive this process."""
     for child in multiprocessing.active_children():
@@ -380,6 +401,15 @@ def _show_loads(found: dict[str, dict[str, list[float]]], size: int) -> Figures:
     return figures
 
 
+def _show_descriptions(found: dict[str, Any]) -> Figures:
+    leaves, later = found["leaves"], [seconds * 1e6 / found["leaves"] for seconds in found["later_s"]]
+    per_thousand = found["first_s"] * 1e6 / found["parameters"]
+    title = f"descriptions of {found['parameters']} parameters, {leaves} leaves, on one rank"
+    columns = ("first, ms per 1,000 parameters", "later, us a leaf", "(min .. max)")
+    table(title, columns, [[per_thousand, median(later), spread(later)]])
+    return {"first_ms_per_1000_parameters": per_thousand, "later_us_a_leaf": summary(later)}
+
+
 def main() -> None:
     settings = asked(gigabytes=GIGABYTES, processes=PROCESSES)
     found = run(worker, settings)
@@ -391,6 +421,7 @@ def main() -> None:
         "saves": show_saves(found["saves"], found["bytes"], stall=OURS_ASYNC, durable=OURS, processes=PROCESSES),
         "loads": _show_loads(found["loads"], found["bytes"]),
         "memory": show_memory(memory, BUDGET_BYTES),
+        "descriptions": _show_descriptions(run(description_worker, replace(settings, processes=1), LOADED)),
     }
     show_notes(found["notes"], found["failed"])
     answer(figures)

@@ -43,6 +43,19 @@ def pytest(*arguments: str) -> list[str]:
     return [f"{BIN}/pytest", "--quiet", "-m", "not campaign", *arguments]
 
 
+def nextest(which: str) -> list[str]:
+    """Tests of some packages, built as those of the workspace are."""
+    more = ("--workspace", "--locked", "--cargo-quiet", f"--test-threads={MORE}")
+    return [f"{BIN}/cargo-nextest", "nextest", "run", *more, f"--filterset={which}"]
+
+
+# Two steps of a few minutes: a person who repeats one waits less.
+FIRST = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "python").glob("test_[a-l]*.py"))
+FIRST = [name for name in FIRST if name.removeprefix("tests/") not in NOT_IN_PYTEST]
+OTHERS = [f"--ignore={name}" for name in (*FIRST, *(f"tests/{part}" for part in NOT_IN_PYTEST))]
+
+AFTER_BUILDS = ("object-storage servers", "wheel", "Rust tests, built")
+
 # As a user would: away from the checkout and its configuration, against what is installed.
 STUBS = shell('bin=$PWD/.venv/bin; cd /; "$bin/stubtest" shardfast._native')
 USER_TYPES = shell(
@@ -65,25 +78,10 @@ MADE = [
 ]
 
 CHECKED = [
-    Step(
-        "pytest",
-        pytest(*BESIDE, "tests", *(f"--ignore=tests/{part}" for part in NOT_IN_PYTEST)),
-        after=("object-storage servers", "wheel", "Rust tests, built"),
-        cores=1.5,
-    ),
-    Step(
-        "cargo test",
-        [
-            f"{BIN}/cargo-nextest",
-            "nextest",
-            "run",
-            "--workspace",
-            "--locked",
-            "--cargo-quiet",
-            f"--test-threads={MORE}",
-        ],
-        after=("object-storage servers", "environment", "Rust tests, built"),
-    ),
+    Step("pytest, a to l", pytest(*BESIDE, *FIRST), after=AFTER_BUILDS, cores=1.5),
+    Step("cargo test, engine", nextest("package(shardfast-engine)"), after=AFTER_BUILDS),
+    Step("pytest, m to z", pytest(*BESIDE, "tests", *OTHERS), after=AFTER_BUILDS, cores=1.5),
+    Step("cargo test, other crates", nextest("not package(shardfast-engine)"), after=AFTER_BUILDS),
     Step("pytest, oldest PyTorch", ["scripts/oldest.sh", "gate"], after=("wheel",)),
     Step("pytest, trainers' packages", ["scripts/frameworks.sh", "gate"], after=("wheel",)),
     Step("pytest, Megatron-Core", ["scripts/megatron.sh", "gate"], after=("wheel",)),

@@ -197,7 +197,7 @@ class Window:
     def rehearse(self, streams: Mapping[int, int]) -> list[tuple[str | None, str, bool]]:
         """By class the name of the variant that has the training's bits, or why there is none; whether it is known."""
 
-    def let_go(self, reason: str) -> None:
+    def release(self, reason: str) -> None:
         """Gives everything back that is held."""
 
     def reason(self) -> str | None:
@@ -243,11 +243,16 @@ class Checkpoint:
 
     @property
     def url(self) -> str: ...
+    @property
     def info(self) -> dict[str, Any]:
         """The facts of the save: attempt, step, world, created_unix_ms, writer, user."""
 
+    @property
     def leaves(self) -> list[tuple[Any, ...]]:
         """The leaves in the manifest's order."""
+
+    def barrier(self, timeout_s: float) -> None:
+        """Waits for all ranks after a step that each makes alone; a rank that refuses fails all."""
 
     def agree(
         self, touched: Sequence[int], problems: Sequence[str], timeout_s: float

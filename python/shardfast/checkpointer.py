@@ -243,7 +243,7 @@ class Checkpointer:
             raise Invalid(f"restore(step={step}, older=True): expected one of them: a step names its checkpoint")
 
     def _expect_of(self, step: int, checkpoint: native.Checkpoint) -> None:
-        recorded = checkpoint.info()["step"]
+        recorded = checkpoint.info["step"]
         if recorded not in (None, step):
             raise Invalid(
                 f"{checkpoint.url}: expected the checkpoint of step {step}, found that of step {recorded}, which was "
@@ -253,7 +253,7 @@ class Checkpointer:
     def _was_restored(self, step: int, checkpoint: native.Checkpoint, state: dict[str, Any], began: float) -> None:
         self.newest = self.committed = step
         self._prepare(state)
-        self._schedule.restored(step, checkpoint.info()["user"], time.perf_counter() - began)
+        self._schedule.restored(step, checkpoint.info["user"], time.perf_counter() - began)
 
     def _begin_at(self, step: int) -> None:
         """Refuses to save into a run whose checkpoints a restart would restore instead; or moves these away."""
@@ -506,7 +506,7 @@ class Checkpointer:
     def close(self) -> None:
         """Waits until every save is durable. Raises what failed. Afterwards the checkpointer cannot save."""
         self._closed = True
-        self.capture.let_go("this checkpointer is closed")
+        self.capture.release("this checkpointer is closed")
         try:
             self._settle(0)
         finally:

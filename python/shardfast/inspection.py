@@ -68,7 +68,7 @@ class Mapped(Mapping[str, Any]):
         self._tensors: dict[str, tuple[int, str, Ints]] = {}
         self._values: dict[str, tuple[int, list[list[tuple[int, int]]]]] = {}
         aliases: dict[str, str] = {}
-        for index, (kind, key, name, _, *more) in enumerate(checkpoint.leaves()):
+        for index, (kind, key, name, _, *more) in enumerate(checkpoint.leaves):
             full = f"{key}/{name}"
             if kind == "tensor":
                 self._tensors[full] = (index, more[0], tuple(more[1]))

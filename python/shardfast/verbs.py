@@ -343,7 +343,7 @@ def fill(
     match = _matched(session, checkpoint, state, options, timeout_s)
     match.plan.expect_no_problems()
     in_flight.staged()
-    in_flight.let_go("a checkpoint was loaded since")
+    in_flight.release("a checkpoint was loaded since")
     installation = match.installation
     bound = prepared(session, installation.bind, timeout_s)
     encoded, traffic = checkpoint.load(bound.wants, bound.values, timeout_s, _streams(bound.devices), peer_reads)
@@ -351,7 +351,7 @@ def fill(
     # Each rank makes its values alone: an error of one fails all, before any rank has changed.
     for step in (functools.partial(installation.make, encoded), installation.install):
         prepared(session, step, timeout_s)
-        checkpoint.agree([], [], timeout_s)  # without findings it is a barrier, which fails with the rank that failed
+        checkpoint.barrier(timeout_s)
     return match.plan
 
 
@@ -363,13 +363,13 @@ def _matched(
     timeout_s: float,
     dry: bool = False,
 ) -> Match:
-    info = checkpoint.info()
-    saved = [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves())]
+    saved = [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves)]
     alone = functools.partial(prepared, session, timeout_s=timeout_s)
     walked: Walked = alone(lambda: walk(state))
     problems = in_use(walked.entries, options.selects)
     pieces = load_pieces(checkpoint, walked, saved, options, timeout_s, dry, alone)
     pieces.problems += problems
+    info = checkpoint.info
     ranks = {"rank": session.rank, "world": session.world, "saved_world": info["world"]}
     match: Match = alone(lambda: Match(pieces, saved, url=checkpoint.url, step=info["step"], **ranks, dry=dry))
     match.conclude(*checkpoint.agree(*match.findings(), timeout_s))

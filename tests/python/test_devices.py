@@ -87,7 +87,7 @@ pending.confirm_unmodified()
 pending.committed()
 
 checkpoint = _native.open(session, url + "/a", timeout_s=20.0)
-index = {leaf[2]: number for number, leaf in enumerate(checkpoint.leaves())}
+index = {leaf[2]: number for number, leaf in enumerate(checkpoint.leaves)}
 big_to, small_to = allocate(bytes(len(big))), allocate(bytes(len(small)))
 checkpoint.load(
     [
@@ -130,7 +130,7 @@ until = time.monotonic() + 20
 while known() is not None:
     assert time.monotonic() < until, "the gradient is still held"
     time.sleep(0.001)
-window.let_go("seen")
+window.release("seen")
 del window
 
 # A device that is lost fails the save, and nothing is published.

@@ -308,7 +308,7 @@ mod tests {
             let error = Some(ended::Error::Missing(missing));
             downward::Word::Ended(proto::Ended { topic: String::new(), error })
         };
-        for (word, told) in [
+        for (word, expected) in [
             (answer(None), "an answer without answers"),
             (answer(bundle(0, 1, &[3], &[])), "a bundle of 1 payloads and 0 places that does not suit 0 ranks"),
             (answer(bundle(3, 2, &[1, 2], &[])), "a bundle of 2 payloads and 0 places that does not suit 3 ranks"),
@@ -325,7 +325,7 @@ mod tests {
             (missing(u32::MAX, 2), "2 ranks from rank 4294967295 on"),
             (downward::Word::Ended(proto::Ended::default()), "a failure of an unknown kind"),
         ] {
-            assert_eq!(downward(word).unwrap_err(), told);
+            assert_eq!(downward(word).unwrap_err(), expected);
         }
         assert_eq!(Downward::decode(Bytes::new()).unwrap_err(), "a message of an unknown kind");
         assert_eq!(Upward::decode(Bytes::new()).unwrap_err(), "a message of an unknown kind");

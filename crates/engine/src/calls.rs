@@ -385,21 +385,21 @@ mod tests {
     #[test]
     fn ranks_that_call_different_things_fail_and_those_behind_fail_alone() {
         let all = "ranks must call the same operations in the same order: rank 0 calls `save a`, rank 1 calls `save b`";
-        let told = verdicts(&[report(false, "save a", &[]), report(false, "save b", &[])]);
-        assert_eq!(told, vec![format!("Invalid|{all}"); 2]);
+        let found = verdicts(&[report(false, "save a", &[]), report(false, "save b", &[])]);
+        assert_eq!(found, vec![format!("Invalid|{all}"); 2]);
         // The second time rank 0 calls what rank 1 has called before.
-        let told = verdicts(&[report(false, "save b", &["save a"]), report(false, "save c", &["save b"])]);
-        assert!(told[0].starts_with("Unavailable|rank 0 is behind the other ranks: it calls `save b`"), "{told:?}");
-        assert_eq!(told[1], "");
+        let found = verdicts(&[report(false, "save b", &["save a"]), report(false, "save c", &["save b"])]);
+        assert!(found[0].starts_with("Unavailable|rank 0 is behind the other ranks: it calls `save b`"), "{found:?}");
+        assert_eq!(found[1], "");
         // A rank that is late is behind; not if it calls what the others call.
-        let told = verdicts(&[report(false, "save b", &[]), report(true, "save a", &[]), report(true, "save b", &[])]);
-        assert!(told[0].is_empty() && told[1].contains("rank 1 is behind") && told[2].is_empty(), "{told:?}");
+        let found = verdicts(&[report(false, "save b", &[]), report(true, "save a", &[]), report(true, "save b", &[])]);
+        assert!(found[0].is_empty() && found[1].contains("rank 1 is behind") && found[2].is_empty(), "{found:?}");
         // Unless all ranks ahead make the same call, no rank waits.
-        for told in [
+        for found in [
             verdicts(&[report(true, "save a", &[]), report(true, "save b", &[])]),
             verdicts(&[report(false, "save a", &[]), report(false, "save b", &[]), report(true, "save c", &[])]),
         ] {
-            assert!(told.iter().all(|told| told.starts_with("Invalid|")), "{told:?}");
+            assert!(found.iter().all(|found| found.starts_with("Invalid|")), "{found:?}");
         }
     }
 

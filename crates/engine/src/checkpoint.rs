@@ -82,6 +82,15 @@ impl Checkpoint {
         })
     }
 
+    /// Waits for all ranks, which call it after a step of a load that each makes alone.
+    ///
+    /// # Errors
+    /// When the ranks do not all call it in time, or one of them refuses.
+    pub fn barrier(&self, deadline: Duration) -> Result<()> {
+        let operation = self.engine.begin(format!("install {}", self.url), deadline);
+        operation.agree("open", Ok(()), |ranks: Vec<()>| Ok(ranks))
+    }
+
     /// Refuses like [`Engine::refuse`] of the engine that opened this checkpoint.
     pub fn refuse(&self, error: Error, deadline: Duration) -> Error {
         self.engine.refuse(error, deadline)

@@ -169,7 +169,7 @@ impl<'a> Copies<'a> {
     }
 
     /// Returns one digest for each set of ranks.
-    fn digests(&self, replicas: &Replicas) -> Said {
+    fn digests(&self, replicas: &Replicas) -> Contribution {
         let digest = |leaves: &[u32], group: u32| {
             let mine = leaves.iter().filter(|&&leaf| replicas.leaves.get(leaf as usize) == Some(&Some(group)));
             let crcs: Option<Vec<u64>> = mine.flat_map(|&leaf| self.of(leaf).map(|(_, crc)| crc)).collect();
@@ -186,11 +186,11 @@ impl<'a> Copies<'a> {
             always: digest(&self.scope.rules.always, group),
             first: digest(&self.scope.first, group).filter(|_| self.scope.trusted.is_none()),
         };
-        Said::Digests(sets.map(of).collect())
+        Contribution::Digests(sets.map(of).collect())
     }
 
     /// Returns the checksums of all copies.
-    fn held(&self) -> Said {
+    fn held(&self) -> Contribution {
         let before: HashSet<(&LeafName, &Region)> =
             self.scope.before.iter().flat_map(|(_, catalog)| regions(catalog)).collect();
         let of = |&leaf: &u32| {
@@ -203,7 +203,7 @@ impl<'a> Copies<'a> {
             Held { name: name.clone(), copies: self.of(leaf).map(copy).collect() }
         };
         let leaves = self.scope.rules.always.iter().chain(&self.scope.first);
-        Said::Held {
+        Contribution::Held {
             trusted: self.scope.trusted,
             before: self.scope.before.as_ref().map(|(id, _)| *id),
             held: leaves.map(of).collect(),
@@ -213,7 +213,7 @@ impl<'a> Copies<'a> {
 
 /// A rank's message about the copies that it holds.
 #[derive(Serialize, Deserialize)]
-enum Said {
+enum Contribution {
     Digests(Vec<Digests>),
     Held {
         /// The plan whose replicas the rank trusts to be equal.
@@ -267,19 +267,19 @@ pub(crate) fn prove(
     replicas: Option<&Replicas>,
     copies: Result<Copies<'_>>,
 ) -> Result<()> {
-    let said = copies.as_ref().map_err(Error::clone).map(|copies| match replicas {
+    let contribution = copies.as_ref().map_err(Error::clone).map(|copies| match replicas {
         Some(replicas) => copies.digests(replicas),
         None => copies.held(),
     });
-    let mut decide = |said: Vec<Said>| {
+    let mut decide = |contributions: Vec<Contribution>| {
         let known = operation.engine.plans.lock().unwrap_or_else(PoisonError::into_inner).all.clone();
-        let (world, verdict) = (said.len(), decide(said, &known)?);
+        let (world, verdict) = (contributions.len(), decide(contributions, &known)?);
         if let (Verdict::Equal, Some(all)) = (&verdict, &plan.all) {
             all.proven();
         }
         Ok((0..world).map(|_| if verdict == Verdict::Equal { Verdict::Equal } else { Verdict::NeedAll }).collect())
     };
-    if operation.agree("replicas", said, &mut decide)? == Verdict::NeedAll {
+    if operation.agree("replicas", contribution, &mut decide)? == Verdict::NeedAll {
         operation.agree("replicas in full", copies.map(|copies| copies.held()), &mut decide)?;
     }
     planning::proven(operation, plan);
@@ -287,12 +287,12 @@ pub(crate) fn prove(
 }
 
 /// Decides over the messages of all ranks. `known` are the plans that rank 0 remembers.
-fn decide(said: Vec<Said>, known: &[Arc<GlobalPlan>]) -> Result<Verdict> {
+fn decide(contributions: Vec<Contribution>, known: &[Arc<GlobalPlan>]) -> Result<Verdict> {
     let (mut digests, mut held) = (Vec::new(), Vec::new());
-    for said in said {
-        match said {
-            Said::Digests(of) => digests.push(of),
-            Said::Held { trusted, before, held: of } => held.push((trusted, before, of)),
+    for contribution in contributions {
+        match contribution {
+            Contribution::Digests(of) => digests.push(of),
+            Contribution::Held { trusted, before, held: of } => held.push((trusted, before, of)),
         }
     }
     if digests.is_empty() {
@@ -303,17 +303,17 @@ fn decide(said: Vec<Said>, known: &[Arc<GlobalPlan>]) -> Result<Verdict> {
 
 /// Returns whether all members of each set have sent the same digests. A set with a member that trusts the last
 /// comparison is unchanged: ranks have agreed on their plans by the holdings of their sets.
-fn are_equal(said: &[Vec<Digests>]) -> bool {
+fn are_equal(digests: &[Vec<Digests>]) -> bool {
     let mut by_set: HashMap<&RankSet, Vec<&Digests>> = HashMap::new();
-    for digests in said.iter().flatten() {
+    for digests in digests.iter().flatten() {
         by_set.entry(&digests.ranks).or_default().push(digests);
     }
-    by_set.into_iter().all(|(ranks, said)| {
-        let is_trusted = said.iter().any(|one| one.first.is_none());
+    by_set.into_iter().all(|(ranks, of_set)| {
+        let is_trusted = of_set.iter().any(|one| one.first.is_none());
         let agree = |one: &&Digests| {
-            one.always.is_some() && one.always == said[0].always && (is_trusted || one.first == said[0].first)
+            one.always.is_some() && one.always == of_set[0].always && (is_trusted || one.first == of_set[0].first)
         };
-        ranks.len() == said.len() as u64 && said.iter().all(agree)
+        ranks.len() == of_set.len() as u64 && of_set.iter().all(agree)
     })
 }
 
@@ -379,9 +379,9 @@ fn compare(ranks: &[(Option<PlanId>, Option<PlanId>, Vec<Held>)], known: &[Arc<G
             is_different = true;
             let mut contents: Vec<_> = contents.into_iter().collect();
             contents.sort_by_key(|(_, ranks)| ranks[0]);
-            let said: Vec<String> =
+            let shown: Vec<String> =
                 contents.into_iter().map(|(crc, ranks)| format!("{crc:016x} on {}", RankSet::new(ranks))).collect();
-            problems.push(format!("{name}: its replicas of {region} differ, by their CRC-64: {}", said.join(", ")));
+            problems.push(format!("{name}: its replicas of {region} differ, by their CRC-64: {}", shown.join(", ")));
         } else if let Some(&first) = trusting.first() {
             let holders: Vec<u32> = contents.values().flatten().chain(&trusting).copied().collect();
             let held = |&plan: &PlanId| {
@@ -467,19 +467,19 @@ mod tests {
     }
 
     /// Makes the message of a rank that trusts this plan, with a checksum if it has written all of the region.
-    fn trusting(plan: PlanId, crc: Option<u64>) -> Said {
+    fn trusting(plan: PlanId, crc: Option<u64>) -> Contribution {
         let copies = vec![Copy { region: region(), crc, is_new: false }];
-        Said::Held { trusted: Some(plan), before: Some(plan), held: vec![Held { name: name(), copies }] }
+        Contribution::Held { trusted: Some(plan), before: Some(plan), held: vec![Held { name: name(), copies }] }
     }
 
     /// Makes the message of a rank that remembers no plan with equal replicas, and has read all of the region.
-    fn reading() -> Said {
+    fn reading() -> Contribution {
         let copies = vec![Copy { region: region(), crc: Some(7), is_new: true }];
-        Said::Held { trusted: None, before: None, held: vec![Held { name: name(), copies }] }
+        Contribution::Held { trusted: None, before: None, held: vec![Held { name: name(), copies }] }
     }
 
-    fn problem(said: Vec<Said>, known: &[Arc<GlobalPlan>]) -> Option<String> {
-        let error = decide(said, known).map(|verdict| assert!(verdict == Verdict::Equal)).err()?;
+    fn problem(contributions: Vec<Contribution>, known: &[Arc<GlobalPlan>]) -> Option<String> {
+        let error = decide(contributions, known).map(|verdict| assert!(verdict == Verdict::Equal)).err()?;
         assert_eq!(error.kind, Kind::Invalid);
         Some(error.message)
     }
@@ -487,22 +487,22 @@ mod tests {
     /// Answers to saves that overlap reach ranks in different orders, and each rank remembers the plan that came last.
     #[test]
     fn ranks_may_trust_different_plans_of_what_they_held() {
-        let said = || vec![trusting(1, None), trusting(2, None), reading()];
+        let contributions = || vec![trusting(1, None), trusting(2, None), reading()];
         let both = [plan(1, &[0, 1, 2], &[]), plan(2, &[0, 1, 2], &[])];
-        assert_eq!(problem(said(), &both), None);
+        assert_eq!(problem(contributions(), &both), None);
         // Plan 1 compares ranks 0 and 2, plan 2 ranks 0 and 1.
-        assert_eq!(problem(said(), &[plan(1, &[0, 2], &[]), plan(2, &[0, 1], &[])]), None);
+        assert_eq!(problem(contributions(), &[plan(1, &[0, 2], &[]), plan(2, &[0, 1], &[])]), None);
     }
 
     #[test]
     fn what_is_new_is_compared_or_refused() {
-        let said = || vec![trusting(1, None), trusting(2, None), reading()];
+        let contributions = || vec![trusting(1, None), trusting(2, None), reading()];
         let without = [plan(1, &[0, 1], &[]), plan(2, &[0, 1], &[])];
         let new_on_2 = "model/w: [0:8, 0:5] is new on rank 2, and ranks 0-1 had begun";
-        assert!(problem(said(), &without).is_some_and(|problem| problem.starts_with(new_on_2)));
+        assert!(problem(contributions(), &without).is_some_and(|problem| problem.starts_with(new_on_2)));
         let excluded = [plan(1, &[0, 1, 2], &[2]), plan(2, &[0, 1, 2], &[2])];
-        assert!(problem(said(), &excluded).is_some_and(|problem| problem.starts_with(new_on_2)));
-        assert!(problem(said(), &[]).is_some());
+        assert!(problem(contributions(), &excluded).is_some_and(|problem| problem.starts_with(new_on_2)));
+        assert!(problem(contributions(), &[]).is_some());
         // Rank 0 has written all of it.
         assert_eq!(problem(vec![trusting(1, Some(7)), trusting(1, None), reading()], &without), None);
         let differ = problem(vec![trusting(1, Some(8)), trusting(1, None), reading()], &without);

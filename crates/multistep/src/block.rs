@@ -164,7 +164,7 @@ impl Block {
     }
 
     /// Gives the memory back, at once or when the replay under way has ended; how many bytes of the state it held.
-    pub(super) fn let_go(&self) -> u64 {
+    pub(super) fn release(&self) -> u64 {
         let mut state = self.lock();
         let was_held = std::mem::take(&mut state.is_held);
         state.waiting.clear();

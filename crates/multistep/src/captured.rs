@@ -109,7 +109,7 @@ impl Drop for Captured {
     fn drop(&mut self) {
         self.shared.lock().is_over = true;
         self.shared.changed.notify_all();
-        self.shared.blocks.iter().for_each(|block| _ = block.let_go());
+        self.shared.blocks.iter().for_each(|block| _ = block.release());
     }
 }
 

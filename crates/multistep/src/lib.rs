@@ -378,7 +378,7 @@ impl Window {
     }
 
     /// Releases all held blocks: the save copies them. Waits as [`Window::stepping`] does.
-    pub fn let_go(&self, reason: &str) {
+    pub fn release(&self, reason: &str) {
         self.pause();
         self.shared.let_go_from(0, reason);
     }
@@ -476,8 +476,8 @@ impl Shared {
         drop(asked);
     }
 
-    fn let_go(&self, number: usize, reason: &str) {
-        let bytes = self.blocks[number].let_go();
+    fn release(&self, number: usize, reason: &str) {
+        let bytes = self.blocks[number].release();
         if bytes > 0 {
             self.held.fetch_sub(1, Ordering::Relaxed);
         }
@@ -490,7 +490,7 @@ impl Shared {
 
     /// Lets go of these blocks and all behind them, and copies none of these any more.
     fn let_go_from(&self, first: usize, reason: &str) {
-        (first..self.blocks.len()).for_each(|number| self.let_go(number, reason));
+        (first..self.blocks.len()).for_each(|number| self.release(number, reason));
         let mut state = self.lock();
         state.next = self.blocks.len();
         state.reason.get_or_insert_with(|| reason.to_owned());

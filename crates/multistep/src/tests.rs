@@ -255,7 +255,7 @@ impl Faults {
         gradients: BTreeMap<usize, Vec<u8>>,
         dice: &mut Dice,
     ) -> Vec<(usize, Arc<Live>)> {
-        let mut told = Vec::new();
+        let mut given = Vec::new();
         for (unit, mut values) in gradients {
             if self.are_due(Moment::Gradient, step, dice) {
                 values[3] ^= 0x20;
@@ -265,9 +265,9 @@ impl Faults {
                 self.units.insert(unit);
                 continue;
             }
-            told.push((unit, Arc::new(Live(Mutex::new(values)))));
+            given.push((unit, Arc::new(Live(Mutex::new(values)))));
         }
-        told
+        given
     }
 }
 
@@ -276,7 +276,7 @@ struct Endings {
     replayed: u64,
     /// Saves that were refused, by the planned moment.
     refused: BTreeMap<Option<Moment>, u64>,
-    let_go: u64,
+    released: u64,
 }
 
 /// Lets blocks be copied for a while, or until no more are.
@@ -328,8 +328,8 @@ fn run(seed: u64, endings: &mut Endings) {
         }
         let scalars = training.step(&gradients);
         faults.change_tensor(Moment::AfterStep, step, &training, &mut dice);
-        let told = faults.change_gradients(step, gradients, &mut dice);
-        let applied = told.iter().map(|(unit, gradient)| Applied {
+        let given = faults.change_gradients(step, gradients, &mut dice);
+        let applied = given.iter().map(|(unit, gradient)| Applied {
             unit: *unit,
             dtype: Dtype::F32,
             gradient: Arc::clone(gradient) as _,
@@ -340,12 +340,12 @@ fn run(seed: u64, endings: &mut Endings) {
         window.stepped(applied.collect(), None).unwrap();
         if dice.once_in(2) {
             // They were copied: the save is not refused for this.
-            told.iter().for_each(|(_, gradient)| gradient.lock().iter_mut().for_each(|byte| *byte = !*byte));
+            given.iter().for_each(|(_, gradient)| gradient.lock().iter_mut().for_each(|byte| *byte = !*byte));
         }
         faults.change_tensor(Moment::AfterGradients, step, &training, &mut dice);
         window.go_on(None).unwrap();
         if dice.once_in(15) {
-            window.let_go("the test says so");
+            window.release("the test says so");
         }
     }
     if dice.once_in(2) {
@@ -355,7 +355,7 @@ fn run(seed: u64, endings: &mut Endings) {
     let captured = window.close();
     faults.change_tensor(Moment::AfterClose, faults.step, &training, &mut dice);
     let figures = window.figures();
-    endings.let_go += figures.let_go_bytes;
+    endings.released += figures.let_go_bytes;
     let is_dropped_first = dice.once_in(2);
     let mut window = Some(window);
     if is_dropped_first {
@@ -397,8 +397,8 @@ fn seeds() -> u64 {
 fn what_is_committed_is_what_the_training_had() {
     let mut endings = Endings::default();
     (FIRST..FIRST + seeds()).for_each(|seed| run(seed, &mut endings));
-    let Endings { replayed, refused, let_go } = endings;
-    assert!(replayed > 10 * MIB && let_go > 0, "{replayed} {let_go}");
+    let Endings { replayed, refused, released } = endings;
+    assert!(replayed > 10 * MIB && released > 0, "{replayed} {released}");
     for moment in Moment::ALL {
         assert!(refused.contains_key(&Some(moment)), "no save was refused for {moment:?}: {refused:?}");
     }
@@ -545,7 +545,7 @@ fn a_block_that_is_let_go_during_its_replay_gives_its_memory_back() {
     let block = block::blocks(&[class()], &units, &[(0, 0..1000)]).remove(0);
     block.hold(engine.staging().try_keep(3, 0).unwrap(), Fences::default());
     let under_way = block.lock_slots();
-    assert_eq!(block.let_go(), 12_000);
+    assert_eq!(block.release(), 12_000);
     drop(under_way);
     assert_eq!(engine.staging().kept(), 3);
     block.replay(&units).unwrap();

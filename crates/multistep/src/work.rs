@@ -96,7 +96,7 @@ impl Shared {
                             return;
                         }
                         if let Err(error) = block.settle(sum) {
-                            self.let_go(number, &error.message);
+                            self.release(number, &error.message);
                         }
                     }
                     self.lock().figures.proof_ms += ms(begun.elapsed());
@@ -288,7 +288,7 @@ impl Shared {
             if let Err(error) = filled {
                 // The slot goes back after what was begun for it has ended.
                 let _ = fences.wait();
-                self.let_go(number, &error.message);
+                self.release(number, &error.message);
                 return None;
             }
             bytes += to.len() as u64;
@@ -304,7 +304,7 @@ impl Shared {
                 return Some(slot);
             }
             let newest = self.blocks.iter().rposition(Block::is_held)?;
-            self.let_go(newest, "there was no memory for gradients");
+            self.release(newest, "there was no memory for gradients");
             if newest <= number {
                 return None;
             }
@@ -312,6 +312,6 @@ impl Shared {
     }
 
     fn replay(&self, number: usize) -> Result<()> {
-        self.blocks[number].replay(&self.units).inspect_err(|error| self.let_go(number, &error.message))
+        self.blocks[number].replay(&self.units).inspect_err(|error| self.release(number, &error.message))
     }
 }

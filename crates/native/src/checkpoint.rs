@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use shardfast_engine::{Error, Kind, Loaded, PeerReads, ValueRef, Want, runs};
 use shardfast_format::region::checked_numel;
-use shardfast_format::{DType, LeafKind};
+use shardfast_format::{DType, LeafKind, Manifest};
 
 use crate::errors::{invalid, raise};
 use crate::leaves::{self, Streams};
@@ -18,11 +18,15 @@ use crate::session::{Session, seconds};
 #[pyclass(frozen, module = "shardfast._native")]
 pub(crate) struct Checkpoint {
     checkpoint: Own<Arc<shardfast_engine::Checkpoint>>,
+    info: Py<PyDict>,
+    leaves: Py<PyList>,
 }
 
 impl Checkpoint {
-    fn new(checkpoint: shardfast_engine::Checkpoint) -> Checkpoint {
-        Checkpoint { checkpoint: Own::new("this checkpoint", Arc::new(checkpoint)) }
+    fn new(py: Python<'_>, checkpoint: shardfast_engine::Checkpoint) -> PyResult<Checkpoint> {
+        let (info, leaves) =
+            (info(py, checkpoint.manifest())?.unbind(), leaves_of(py, checkpoint.manifest())?.unbind());
+        Ok(Checkpoint { checkpoint: Own::new("this checkpoint", Arc::new(checkpoint)), info, leaves })
     }
 
     pub(crate) fn engine(&self) -> PyResult<&Arc<shardfast_engine::Checkpoint>> {
@@ -37,7 +41,7 @@ pub(crate) fn open(py: Python<'_>, session: &Session, url: &str, timeout_s: f64)
     let timeout = seconds(timeout_s)?;
     let engine = session.engine()?;
     let opened = py.detach(|| shardfast_engine::open(engine, url, timeout));
-    Ok(Checkpoint::new(opened.map_err(raise)?))
+    Checkpoint::new(py, opened.map_err(raise)?)
 }
 
 /// A step and its checkpoint, if there is one, and the checkpoints that were passed over.
@@ -58,7 +62,11 @@ pub(crate) fn newest(
     let timeout = seconds(timeout_s)?;
     let engine = session.engine()?;
     let newest = py.detach(|| runs::newest(engine, url, below, older, timeout)).map_err(raise)?;
-    Ok((newest.found.map(|(step, checkpoint)| (step, Checkpoint::new(checkpoint))), newest.skipped))
+    let found = match newest.found {
+        Some((step, checkpoint)) => Some((step, Checkpoint::new(py, checkpoint)?)),
+        None => None,
+    };
+    Ok((found, newest.skipped))
 }
 
 /// Makes sure that the run at `url` holds no committed checkpoint of the step `step` or a later one; with `rewind`
@@ -100,48 +108,25 @@ impl Checkpoint {
         Ok(self.checkpoint.get()?.url())
     }
 
-    /// Returns facts about the save: attempt, step, world, created_unix_ms, writer, user.
-    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let info = &self.checkpoint.get()?.manifest().info;
-        let dict = PyDict::new(py);
-        dict.set_item("attempt", &info.attempt)?;
-        dict.set_item("step", info.step)?;
-        dict.set_item("world", info.world)?;
-        dict.set_item("created_unix_ms", info.created_unix_ms)?;
-        dict.set_item("writer", &info.writer)?;
-        dict.set_item("user", info.user.clone())?;
-        Ok(dict)
+    /// Facts about the save: attempt, step, world, created_unix_ms, writer, user.
+    #[getter]
+    fn info(&self, py: Python<'_>) -> Py<PyDict> {
+        self.info.clone_ref(py)
     }
 
-    /// Returns the leaves in the manifest's order: `("tensor", key, name, layout, dtype, shape, bytes)`,
+    /// Leaves in the manifest's order: `("tensor", key, name, layout, dtype, shape, bytes)`,
     /// `("object", key, name, layout, [(ranks, bytes)])` with ranks as half-open ranges, or
     /// `("alias", key, name, layout, of_key, of_name)`.
-    fn leaves<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let manifest = self.checkpoint.get()?.manifest();
-        let list = PyList::empty(py);
-        for i in 0..manifest.len() {
-            let leaf = manifest.leaf(i);
-            let (key, name, layout) = (leaf.key, leaf.name, leaf.layout);
-            match leaf.kind {
-                LeafKind::Tensor { dtype, shape } => {
-                    let bytes = checked_numel(shape).unwrap_or(0) * DType::size_bytes(dtype);
-                    let shape = pyo3::types::PyTuple::new(py, shape)?;
-                    list.append(("tensor", key, name, layout, dtype.name(), shape, bytes))?;
-                }
-                LeafKind::Object => {
-                    let values: Vec<(Vec<(u32, u32)>, u64)> = manifest
-                        .values(i)
-                        .map(|(ranks, extent)| (ranks.iter().map(|r| (r.start, r.end)).collect(), extent.bytes))
-                        .collect();
-                    list.append(("object", key, name, layout, values))?;
-                }
-                LeafKind::Alias { of } => {
-                    let of = manifest.leaf(of);
-                    list.append(("alias", key, name, layout, of.key, of.name))?;
-                }
-            }
-        }
-        Ok(list)
+    #[getter]
+    fn leaves(&self, py: Python<'_>) -> Py<PyList> {
+        self.leaves.clone_ref(py)
+    }
+
+    /// Waits for all ranks, after a step of a load that each makes alone; a rank that refuses fails all.
+    fn barrier(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
+        let timeout = seconds(timeout_s)?;
+        let checkpoint = self.checkpoint.get()?;
+        py.detach(|| checkpoint.barrier(timeout)).map_err(raise)
     }
 
     /// Merges all ranks' findings, the same on every rank: the leaves that no rank has a place for (`touched` are those
@@ -241,4 +226,45 @@ fn reads_by(name: &str) -> PyResult<PeerReads> {
 
 fn refs(values: Vec<(usize, usize)>) -> Vec<ValueRef> {
     values.into_iter().map(|(leaf, value)| ValueRef { leaf, value }).collect()
+}
+
+/// Returns the dict of [`Checkpoint::info`].
+fn info<'py>(py: Python<'py>, manifest: &Manifest) -> PyResult<Bound<'py, PyDict>> {
+    let info = &manifest.info;
+    let dict = PyDict::new(py);
+    dict.set_item("attempt", &info.attempt)?;
+    dict.set_item("step", info.step)?;
+    dict.set_item("world", info.world)?;
+    dict.set_item("created_unix_ms", info.created_unix_ms)?;
+    dict.set_item("writer", &info.writer)?;
+    dict.set_item("user", info.user.clone())?;
+    Ok(dict)
+}
+
+/// Returns the list of [`Checkpoint::leaves`].
+fn leaves_of<'py>(py: Python<'py>, manifest: &Manifest) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for i in 0..manifest.len() {
+        let leaf = manifest.leaf(i);
+        let (key, name, layout) = (leaf.key, leaf.name, leaf.layout);
+        match leaf.kind {
+            LeafKind::Tensor { dtype, shape } => {
+                let bytes = checked_numel(shape).unwrap_or(0) * DType::size_bytes(dtype);
+                let shape = pyo3::types::PyTuple::new(py, shape)?;
+                list.append(("tensor", key, name, layout, dtype.name(), shape, bytes))?;
+            }
+            LeafKind::Object => {
+                let values: Vec<(Vec<(u32, u32)>, u64)> = manifest
+                    .values(i)
+                    .map(|(ranks, extent)| (ranks.iter().map(|r| (r.start, r.end)).collect(), extent.bytes))
+                    .collect();
+                list.append(("object", key, name, layout, values))?;
+            }
+            LeafKind::Alias { of } => {
+                let of = manifest.leaf(of);
+                list.append(("alias", key, name, layout, of.key, of.name))?;
+            }
+        }
+    }
+    Ok(list)
 }

@@ -57,12 +57,12 @@ struct Tensor {
 }
 
 /// A description whose arrays belong to a tensor, and stay while that is not changed, which needs the interpreter.
-struct Told<'a> {
+struct Described<'a> {
     of: Tensor,
     tensor: PhantomData<&'a ()>,
 }
 
-impl std::ops::Deref for Told<'_> {
+impl std::ops::Deref for Described<'_> {
     type Target = Tensor;
 
     fn deref(&self) -> &Tensor {
@@ -70,7 +70,7 @@ impl std::ops::Deref for Told<'_> {
     }
 }
 
-impl Told<'_> {
+impl Described<'_> {
     fn address(&self) -> u64 {
         (self.data as u64).wrapping_add(self.byte_offset)
     }
@@ -179,7 +179,7 @@ impl<'py> Lookup<'py> {
                 exchange
             }
         };
-        let found = tell(tensor, exchange?).ok()?;
+        let found = describe(tensor, exchange?).ok()?;
         let [shape, strides] = found.shape_and_strides();
         let mut numel = 1;
         for (axis, &length) in shape.iter().enumerate().rev() {
@@ -215,10 +215,10 @@ fn exchange<'py>(kind: &Bound<'py, PyType>) -> PyResult<&'py Exchange> {
 }
 
 /// Returns the table's result for a tensor of its type.
-fn tell<'a>(tensor: &'a Bound<'_, PyAny>, exchange: &Exchange) -> PyResult<Told<'a>> {
+fn describe<'a>(tensor: &'a Bound<'_, PyAny>, exchange: &Exchange) -> PyResult<Described<'a>> {
     let function = exchange.tensor_from_py_object;
     let function =
-        function.ok_or_else(|| PyTypeError::new_err("this DLPack table does not tell tensors' addresses"))?;
+        function.ok_or_else(|| PyTypeError::new_err("this DLPack table does not describe tensors' addresses"))?;
     let mut found = std::mem::MaybeUninit::<Tensor>::zeroed();
     // SAFETY: the object is of the type whose table this is, the interpreter is attached, and `found` has room.
     if unsafe { function(tensor.as_ptr().cast(), found.as_mut_ptr()) } != 0 {
@@ -226,13 +226,13 @@ fn tell<'a>(tensor: &'a Bound<'_, PyAny>, exchange: &Exchange) -> PyResult<Told<
         return Err(PyErr::take(tensor.py()).unwrap_or_else(unknown));
     }
     // SAFETY: the function filled it; and zeros would be valid, too.
-    Ok(Told { of: unsafe { found.assume_init() }, tensor: PhantomData })
+    Ok(Described { of: unsafe { found.assume_init() }, tensor: PhantomData })
 }
 
 /// Appends what the table returns, and whether the tensor may be a conjugate view, which is complex, or a negative one:
 /// the imaginary parts of a conjugate view, whose strides are even.
 fn place(tensor: &Bound<'_, PyAny>, exchange: &Exchange, out: &mut Vec<u8>) -> PyResult<bool> {
-    let found = tell(tensor, exchange)?;
+    let found = describe(tensor, exchange)?;
     out.extend_from_slice(&found.address().to_ne_bytes());
     for number in [found.device_type, found.device_id, found.ndim] {
         out.extend_from_slice(&number.to_ne_bytes());
@@ -263,7 +263,7 @@ mod tests {
     ///
     /// # Safety
     /// `object` is a live object, the interpreter is attached, and `out` has room for a tensor.
-    unsafe extern "C" fn tell(object: *mut c_void, out: *mut Tensor) -> c_int {
+    unsafe extern "C" fn describe(object: *mut c_void, out: *mut Tensor) -> c_int {
         Python::attach(|py| {
             // SAFETY: the caller's promise.
             let object = unsafe { Bound::from_borrowed_ptr(py, object.cast()) };
@@ -299,7 +299,7 @@ mod tests {
             managed_tensor_allocator: nothing,
             managed_tensor_from_py_object: nothing,
             managed_tensor_to_py_object: nothing,
-            tensor_from_py_object: Some(tell),
+            tensor_from_py_object: Some(describe),
             current_work_stream: nothing,
         };
         let table = std::ptr::NonNull::from(Box::leak(Box::new(table))).cast(); // such tables live as long as a process

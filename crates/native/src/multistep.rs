@@ -186,9 +186,9 @@ impl Window {
     }
 
     /// Releases all held blocks.
-    fn let_go(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+    fn release(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let window = self.window.get()?;
-        py.detach(|| window.let_go(reason));
+        py.detach(|| window.release(reason));
         Ok(())
     }
 

@@ -39,7 +39,7 @@ pub(crate) fn levels(world: usize, classes: &[Vec<u32>], amounts: &[u64]) -> Lev
     let sweeps = SWEEPS_MAX.min(STEPS_MAX / members.max(1)).max(1);
     for _ in 0..sweeps {
         for &class in &order {
-            pour(&mut levels.loads, &mut levels.quotas[class], &classes[class], amounts[class]);
+            distribute(&mut levels.loads, &mut levels.quotas[class], &classes[class], amounts[class]);
         }
         levels.least = levels.least.max(provable(&levels.loads, classes, amounts));
         let highest = levels.loads.iter().copied().max().unwrap_or(0);
@@ -51,7 +51,7 @@ pub(crate) fn levels(world: usize, classes: &[Vec<u32>], amounts: &[u64]) -> Lev
 }
 
 /// Takes a class's quotas back and divides the class again, to one level over the loads of its members.
-fn pour(loads: &mut [u64], quotas: &mut [u64], members: &[u32], amount: u64) {
+fn distribute(loads: &mut [u64], quotas: &mut [u64], members: &[u32], amount: u64) {
     for (&rank, quota) in members.iter().zip(&mut *quotas) {
         loads[rank as usize] -= std::mem::take(quota);
     }

@@ -127,9 +127,8 @@ impl Reports {
         range: Range<u64>,
         failure: Option<&Error>,
     ) {
-        began.into_iter().for_each(|began| {
-            self.asked(began, action, object, range.clone(), Requests::default(), failure);
-        });
+        let Some(began) = began else { return };
+        self.asked(began, action, object, range, Requests::default(), failure);
     }
 
     /// Reports an operation that made these requests.

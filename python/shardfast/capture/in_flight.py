@@ -247,7 +247,7 @@ class InFlight:
         """
         self.staged()
         if by:
-            self.let_go(f"{by} changed tensors")
+            self.release(f"{by} changed tensors")
 
     def follow(self, ahead: Ahead) -> None:
         """Tells that capture of every step of an optimizer from now on."""
@@ -268,11 +268,11 @@ class InFlight:
                 if (ahead := one()) is not None:
                     ahead.stepped(optimizer)
 
-    def let_go(self, reason: str) -> None:
+    def release(self, reason: str) -> None:
         """Gives back what is captured ahead of saves: tensors change otherwise than by steps."""
         for one in self._aheads:
             if (ahead := one()) is not None:
-                ahead.let_go(reason)
+                ahead.release(reason)
 
     def conclude(self) -> None:
         """Waits until every save has ended. For the end of the process: no save is watched any more afterwards."""

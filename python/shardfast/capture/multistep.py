@@ -190,7 +190,7 @@ class Ahead:
         try:
             yield
         except Exception as error:
-            self.let_go(_why(error))
+            self.release(_why(error))
             self.reason = _why(error)
 
     def _streams(self) -> dict[int, int]:
@@ -215,10 +215,10 @@ class Ahead:
                     if applied:
                         self._window.stepped(applied, scalars, steps.place, streams)
 
-    def let_go(self, reason: str) -> None:
+    def release(self, reason: str) -> None:
         """Gives back what is held: the next save is captured in one step."""
         if self._window is not None:
-            self._window.let_go(reason)
+            self._window.release(reason)
             self._window = None
             self._enter(Phase.UNREHEARSED if self._phase is Phase.REHEARSING else Phase.READY)
             self.reason = reason
@@ -227,9 +227,9 @@ class Ahead:
         """Returns what was captured ahead of the save of what is described, which begins now; if anything was."""
         phase = self._phase
         if phase is Phase.REFUTED:
-            self.let_go(phase.value)
+            self.release(phase.value)
         elif described is not self._of:
-            self.let_go("the state has other tensors than when its capture began")
+            self.release("the state has other tensors than when its capture began")
         window, self._window = self._window, None
         if window is None:
             return None
@@ -284,7 +284,7 @@ class Ahead:
         """A step of the training is over: copies go on."""
         self._stamps.append(time.monotonic())
         if self._phase is Phase.REFUTED:
-            self.let_go(Phase.REFUTED.value)
+            self.release(Phase.REFUTED.value)
         if self._window is not None:
             with self._guarded():
                 self._window.go_on(self._streams())

@@ -215,9 +215,9 @@ def _leaves(one: _Dealt) -> list[int]:
 def _disagreements(checkpoint: native.Checkpoint, entries: Sequence[ShardedEntry], timeout_s: float) -> list[str]:
     """Lists what is wrong with the ranks' pieces together: each index below the count is some rank's."""
     said = [f"{one.key}/{one.name}\n{one.sharded.index}\n{one.sharded.count}" for one in entries]
-    _, told = checkpoint.agree([], said, timeout_s)
+    _, agreed = checkpoint.agree([], said, timeout_s)
     counts: dict[str, dict[int, set[int]]] = {}
-    for _, text in told:
+    for _, text in agreed:
         name, own, pieces = text.rsplit("\n", 2)
         counts.setdefault(name, {}).setdefault(int(pieces), set()).add(int(own))
     problems = []
@@ -276,9 +276,9 @@ def _deal(
     _, traffic = checkpoint.load(alone(bind), [], timeout_s, {}, "auto")
     found.traffic.append(traffic)
     made: list[Made] = alone(make)
-    _, told = checkpoint.agree([], [line for one in dealt for line in one.split], timeout_s)
+    _, agreed = checkpoint.agree([], [line for one in dealt for line in one.split], timeout_s)
     digests: dict[tuple[str, str], str] = {}
-    for _, line in told:
+    for _, line in agreed:
         name, unit, digest = line.rsplit("\n", 2)
         if digests.setdefault((name, unit), digest) != digest:
             problems.append(

@@ -49,7 +49,7 @@ impl<M: Encoded> Frames<M> {
                 Poll::Pending => return true,
                 Poll::Ready(None) => return false,
                 Poll::Ready(Some(Outbound::Message(message))) if message.is_urgent() => {
-                    self.urgent.push_back(said(frame::Said::Urgent(message.encode().into())));
+                    self.urgent.push_back(frame_of(frame::Content::Urgent(message.encode().into())));
                 }
                 Poll::Ready(Some(Outbound::Leave)) => {
                     self.messages.close();
@@ -77,18 +77,18 @@ impl<M: Encoded + Unpin> Stream for Frames<M> {
                 Some(Outbound::Message(message)) => {
                     let mut bytes = Bytes::from(message.encode());
                     while bytes.len() > FRAME_BYTES {
-                        self.ready.push_back(said(frame::Said::Part(bytes.split_to(FRAME_BYTES))));
+                        self.ready.push_back(frame_of(frame::Content::Part(bytes.split_to(FRAME_BYTES))));
                     }
-                    self.ready.push_back(said(frame::Said::Last(bytes)));
+                    self.ready.push_back(frame_of(frame::Content::Last(bytes)));
                 }
-                Some(Outbound::Leave) => self.ready.push_back(said(frame::Said::Leave(Leave {}))),
+                Some(Outbound::Leave) => self.ready.push_back(frame_of(frame::Content::Leave(Leave {}))),
             }
         }
     }
 }
 
-fn said(said: frame::Said) -> Frame {
-    Frame { said: Some(said) }
+fn frame_of(content: frame::Content) -> Frame {
+    Frame { content: Some(content) }
 }
 
 /// Result of a frame.
@@ -111,18 +111,18 @@ impl<M: Encoded> Assembly<M> {
 
     /// Adds a frame; returns what it completes. The error says what is invalid.
     pub(super) fn take(&mut self, frame: Frame) -> Result<Arrived<M>, String> {
-        match frame.said {
-            Some(frame::Said::Part(part)) => {
+        match frame.content {
+            Some(frame::Content::Part(part)) => {
                 self.parts.extend_from_slice(&part);
                 Ok(Arrived::Message(M::lives()))
             }
-            Some(frame::Said::Urgent(urgent)) => M::decode(urgent).map(Arrived::Message),
-            Some(frame::Said::Last(last)) if self.parts.is_empty() => M::decode(last).map(Arrived::Message),
-            Some(frame::Said::Last(last)) => {
+            Some(frame::Content::Urgent(urgent)) => M::decode(urgent).map(Arrived::Message),
+            Some(frame::Content::Last(last)) if self.parts.is_empty() => M::decode(last).map(Arrived::Message),
+            Some(frame::Content::Last(last)) => {
                 self.parts.extend_from_slice(&last);
                 M::decode(mem::take(&mut self.parts).into()).map(Arrived::Message)
             }
-            Some(frame::Said::Leave(_)) => Ok(Arrived::Leave),
+            Some(frame::Content::Leave(_)) => Ok(Arrived::Leave),
             None => Err("a frame of an unknown kind".to_owned()),
         }
     }

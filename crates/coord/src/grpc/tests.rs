@@ -43,9 +43,9 @@ fn a_pass_is_checked_field_by_field_and_both_values_are_named() {
         refused(&|headers| drop(headers.insert(WORLD_HEADER, 5.into()))),
         "it belongs to a world of 5 ranks, rank 0 to a world of 4 ranks"
     );
-    for (header, told) in [(LOCAL_WORLD_HEADER, "2 ranks on a node"), (FAN_OUT_HEADER, "a fan-out of 8")] {
+    for (header, expected) in [(LOCAL_WORLD_HEADER, "2 ranks on a node"), (FAN_OUT_HEADER, "a fan-out of 8")] {
         let message = refused(&|headers| drop(headers.insert(header, 5.into())));
-        assert!(message.starts_with("it belongs to a tree with ") && message.ends_with(told), "{message}");
+        assert!(message.starts_with("it belongs to a tree with ") && message.ends_with(expected), "{message}");
     }
     for (rank, named) in [("4", "4"), ("-1", "-1"), ("4294967299", "4294967299"), ("x", "x"), ("", "")] {
         let message = refused(&|headers| drop(headers.insert(RANK_HEADER, rank.parse().unwrap())));

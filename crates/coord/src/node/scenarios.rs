@@ -34,7 +34,7 @@ struct World {
     /// Number of calls of each rank on each topic, and whether one waits.
     calls: BTreeMap<(u32, usize), (usize, bool)>,
     made: BTreeSet<Call>,
-    told: BTreeMap<Call, Answer>,
+    answered: BTreeMap<Call, Answer>,
     deciding: BTreeSet<usize>,
     decisions: BTreeSet<(usize, usize)>,
     crashed: BTreeSet<u32>,
@@ -49,7 +49,7 @@ impl World {
             now: Duration::ZERO,
             calls: BTreeMap::new(),
             made: BTreeSet::new(),
-            told: BTreeMap::new(),
+            answered: BTreeMap::new(),
             deciding: BTreeSet::new(),
             decisions: BTreeSet::new(),
             crashed: BTreeSet::new(),
@@ -79,7 +79,7 @@ impl World {
 
     fn tell(&mut self, call: Call, answer: Result<Vec<u8>, Error>) {
         let (rank, topic, _) = call;
-        assert!(self.told.insert(call, answer).is_none(), "{call:?} was told twice");
+        assert!(self.answered.insert(call, answer).is_none(), "{call:?} was answered twice");
         self.calls.get_mut(&(rank, topic)).unwrap().1 = false;
     }
 
@@ -198,12 +198,12 @@ impl World {
 
     fn check(&self) -> Result<(), TestCaseError> {
         for call in &self.made {
-            prop_assert!(self.told.contains_key(call) || self.crashed.contains(&call.0), "{call:?} hears nothing");
+            prop_assert!(self.answered.contains_key(call) || self.crashed.contains(&call.0), "{call:?} hears nothing");
         }
         // Ranks that are below a crashed one learn less.
         let is_cut = |rank: u32| self.crashed.iter().any(|crashed| self.topology.subtree(*crashed).contains(&rank));
         let mut ends: BTreeMap<(usize, usize), Vec<(u32, &Answer)>> = BTreeMap::new();
-        for (&(rank, topic, round), answer) in &self.told {
+        for (&(rank, topic, round), answer) in &self.answered {
             ends.entry((topic, round)).or_default().push((rank, answer));
             match answer {
                 Ok(answer) => {
@@ -215,8 +215,8 @@ impl World {
                 Err(_) => {}
             }
         }
-        for (round, told) in ends {
-            let known: Vec<_> = told.iter().filter(|(rank, answer)| is_known(answer, is_cut(*rank))).collect();
+        for (round, answered) in ends {
+            let known: Vec<_> = answered.iter().filter(|(rank, answer)| is_known(answer, is_cut(*rank))).collect();
             let is_success = known.iter().any(|(_, answer)| answer.is_ok());
             for (rank, answer) in &known {
                 prop_assert_eq!(answer.is_ok(), is_success, "round {:?} has two outcomes: {:?}", round, &known);

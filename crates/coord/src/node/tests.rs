@@ -9,7 +9,7 @@ use crate::{Failure, SAMPLE_BYTES};
 const LONG: Duration = Duration::from_secs(60);
 
 /// Replies to calls: rank and reply.
-type Told = Vec<(u32, Reply)>;
+type Replies = Vec<(u32, Reply)>;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Taken {
@@ -51,20 +51,20 @@ impl Tree {
         }
     }
 
-    fn act(&mut self, rank: u32, act: impl FnOnce(&mut Node<u32>, Duration) -> Effects<u32>) -> Told {
+    fn act(&mut self, rank: u32, act: impl FnOnce(&mut Node<u32>, Duration) -> Effects<u32>) -> Replies {
         let effects = act(&mut self.nodes[rank as usize], self.now);
         self.deliver(effects.into_iter().map(|effect| (rank, effect)).collect())
     }
 
     /// Wakes the silent ranks, and delivers the held messages.
-    fn wake(&mut self) -> Told {
+    fn wake(&mut self) -> Replies {
         self.silent.clear();
         let held = std::mem::take(&mut self.held);
         self.deliver(held.into())
     }
 
-    fn deliver(&mut self, mut due: VecDeque<(u32, Effect<u32>)>) -> Told {
-        let mut told = Vec::new();
+    fn deliver(&mut self, mut due: VecDeque<(u32, Effect<u32>)>) -> Replies {
+        let mut replies = Vec::new();
         while let Some((from, effect)) = due.pop_front() {
             let to = match &effect {
                 Effect::Reply(..) => from,
@@ -78,7 +78,7 @@ impl Tree {
             let (node, now) = (&mut self.nodes[to as usize], self.now);
             let effects = match effect {
                 Effect::Reply(waiter, reply) => {
-                    told.push((waiter, reply));
+                    replies.push((waiter, reply));
                     continue;
                 }
                 Effect::Up(message) => {
@@ -90,52 +90,52 @@ impl Tree {
             };
             due.extend(effects.into_iter().map(|effect| (to, effect)));
         }
-        told
+        replies
     }
 
-    fn come(&mut self, rank: u32, topic: &str) -> Told {
+    fn come(&mut self, rank: u32, topic: &str) -> Replies {
         self.contribute(rank, topic, Ok(bytes(rank)), LONG)
     }
 
-    fn contribute(&mut self, rank: u32, topic: &str, part: Contribution, deadline: Duration) -> Told {
+    fn contribute(&mut self, rank: u32, topic: &str, part: Contribution, deadline: Duration) -> Replies {
         self.act(rank, |node, now| node.contribute(topic, part, rank, now, deadline))
     }
 
-    fn decide(&mut self, topic: &str, decision: Result<Vec<Vec<u8>>, String>) -> (Result<Vec<u8>, Error>, Told) {
+    fn decide(&mut self, topic: &str, decision: Result<Vec<Vec<u8>>, String>) -> (Result<Vec<u8>, Error>, Replies) {
         let mut own = None;
-        let told = self.act(0, |node, _| {
+        let replies = self.act(0, |node, _| {
             let (answer, effects) = node.decided(topic, decision);
             own = Some(answer);
             effects
         });
-        (own.unwrap(), told)
+        (own.unwrap(), replies)
     }
 
     /// Lets `time` pass, with a tick whenever a node is due.
-    fn pass(&mut self, time: Duration) -> Told {
-        let (end, mut told) = (self.now + time, Vec::new());
+    fn pass(&mut self, time: Duration) -> Replies {
+        let (end, mut replies) = (self.now + time, Vec::new());
         loop {
             let due = |node: &Node<u32>| node.due().filter(|due| *due <= end);
             let awake = (0..self.topology.world()).filter(|rank| !self.silent.contains(rank));
             let next = awake.filter_map(|rank| Some((due(&self.nodes[rank as usize])?, rank))).min();
             let Some((due, rank)) = next else { break };
             self.now = self.now.max(due);
-            told.extend(self.act(rank, |node, now| node.tick(now)));
+            replies.extend(self.act(rank, |node, now| node.tick(now)));
         }
         self.now = end;
-        told
+        replies
     }
 
-    fn lose(&mut self, rank: u32, cause: &str) -> Told {
+    fn lose(&mut self, rank: u32, cause: &str) -> Replies {
         self.silent.push(rank);
-        let mut told = Vec::new();
+        let mut replies = Vec::new();
         if let Some(parent) = self.topology.parent(rank) {
-            told.extend(self.act(parent, |node, now| node.lose(rank, cause, now)));
+            replies.extend(self.act(parent, |node, now| node.lose(rank, cause, now)));
         }
         for child in self.topology.children(rank) {
-            told.extend(self.act(child.start, |node, now| node.lose_parent(cause, now)));
+            replies.extend(self.act(child.start, |node, now| node.lose_parent(cause, now)));
         }
-        told
+        replies
     }
 
     fn ranks(&self) -> std::ops::Range<u32> {
@@ -158,22 +158,22 @@ fn error(reply: &Reply) -> &Error {
     }
 }
 
-/// Checks that exactly `ranks` have replies in `told`, all with the same error; returns it.
-fn same_error(told: &Told, ranks: impl IntoIterator<Item = u32>) -> Error {
-    assert_eq!(sorted(told), ranks.into_iter().collect::<Vec<_>>());
-    let first = error(&told[0].1);
-    assert!(told.iter().all(|(_, reply)| error(reply) == first), "{told:?}");
+/// Checks that exactly `ranks` have replies in `replies`, all with the same error; returns it.
+fn same_error(replies: &Replies, ranks: impl IntoIterator<Item = u32>) -> Error {
+    assert_eq!(sorted(replies), ranks.into_iter().collect::<Vec<_>>());
+    let first = error(&replies[0].1);
+    assert!(replies.iter().all(|(_, reply)| error(reply) == first), "{replies:?}");
     first.clone()
 }
 
 /// Returns the replies to those of `ranks`.
-fn only(told: &Told, ranks: impl IntoIterator<Item = u32>) -> Told {
+fn only(replies: &Replies, ranks: impl IntoIterator<Item = u32>) -> Replies {
     let ranks: Vec<u32> = ranks.into_iter().collect();
-    told.iter().filter(|(rank, _)| ranks.contains(rank)).cloned().collect()
+    replies.iter().filter(|(rank, _)| ranks.contains(rank)).cloned().collect()
 }
 
-fn sorted(told: &Told) -> Vec<u32> {
-    let mut ranks: Vec<u32> = told.iter().map(|(rank, _)| *rank).collect();
+fn sorted(replies: &Replies) -> Vec<u32> {
+    let mut ranks: Vec<u32> = replies.iter().map(|(rank, _)| *rank).collect();
     ranks.sort_unstable();
     ranks
 }
@@ -206,11 +206,11 @@ fn every_order_of_arrival_gives_one_decision_and_everyone_its_own_answer() {
             }
             let all: Vec<_> = tree.ranks().map(bytes).collect();
             assert_eq!(tree.come(*last, "plan"), vec![(0, Reply::Decide(all))], "{order:?}");
-            let (own, mut told) = tree.decide("plan", Ok(tree.ranks().map(|rank| vec![9, rank as u8]).collect()));
+            let (own, mut replies) = tree.decide("plan", Ok(tree.ranks().map(|rank| vec![9, rank as u8]).collect()));
             assert_eq!(own, Ok(vec![9, 0]));
-            told.sort_by_key(|(rank, _)| *rank);
-            let expected: Told = (1..world).map(|rank| (rank, Reply::Answer(Ok(vec![9, rank as u8])))).collect();
-            assert_eq!(told, expected);
+            replies.sort_by_key(|(rank, _)| *rank);
+            let expected: Replies = (1..world).map(|rank| (rank, Reply::Answer(Ok(vec![9, rank as u8])))).collect();
+            assert_eq!(replies, expected);
             assert!(tree.is_quiet());
         }
     }
@@ -222,13 +222,13 @@ fn every_order_of_arrival_lists_every_failure_once_all_have_come() {
     let expected = Error::Failed { topic: "plan".into(), failures: vec![failure(1), failure(3)], more: 0 };
     for mut tree in trees() {
         for order in orders(tree.topology.world()) {
-            let mut told = Vec::new();
+            let mut replies = Vec::new();
             for &rank in &order {
-                assert_eq!(told, vec![], "{order:?}");
+                assert_eq!(replies, vec![], "{order:?}");
                 let part = if [1, 3].contains(&rank) { Err(failure(rank).reason) } else { Ok(Vec::new()) };
-                told = tree.contribute(rank, "plan", part, LONG);
+                replies = tree.contribute(rank, "plan", part, LONG);
             }
-            assert_eq!(same_error(&told, tree.ranks()), expected);
+            assert_eq!(same_error(&replies, tree.ranks()), expected);
             assert!(tree.is_quiet());
         }
     }
@@ -256,9 +256,9 @@ fn a_round_of_some_ranks_only_expires_and_late_ranks_get_the_same_error() {
                 assert_eq!(tree.come(rank, "plan"), vec![]);
             }
             assert_eq!(tree.pass(LONG - Duration::from_nanos(1)), vec![]);
-            let told = tree.pass(Duration::from_nanos(1));
+            let replies = tree.pass(Duration::from_nanos(1));
             let missing = missing(late.clone(), vec![], LONG, lowest(&here));
-            assert_eq!(same_error(&told, here.clone()), missing);
+            assert_eq!(same_error(&replies, here.clone()), missing);
 
             // Who was there may try again before the others have come to the first try at all.
             let again = here[0];
@@ -267,9 +267,9 @@ fn a_round_of_some_ranks_only_expires_and_late_ranks_get_the_same_error() {
                 assert_eq!(error(&tree.come(rank, "plan")[0].1), &missing);
             }
             let others = (0..world).filter(|rank| *rank != again);
-            let told: Vec<Told> = others.map(|rank| tree.come(rank, "plan")).collect();
+            let replies: Vec<Replies> = others.map(|rank| tree.come(rank, "plan")).collect();
             let all: Vec<_> = tree.ranks().map(bytes).collect();
-            assert_eq!(told.last().unwrap(), &vec![(0, Reply::Decide(all))]);
+            assert_eq!(replies.last().unwrap(), &vec![(0, Reply::Decide(all))]);
             assert!(tree.decide("plan", Err("no".into())).0.is_err());
             assert!(tree.is_quiet());
         }
@@ -288,24 +288,24 @@ fn a_rank_that_goes_ends_what_is_not_complete_and_all_that_comes_later() {
             assert_eq!(tree.come(rank, "open"), vec![]);
         }
         let lost = Error::Lost { rank: gone, cause: "killed".into() };
-        let told = tree.lose(gone, "killed");
+        let replies = tree.lose(gone, "killed");
         // The outcome of a complete round cannot reach the ranks below it.
         let below = if gone == 0 { 1..8 } else { gone + 1..tree.topology.subtree(gone).end };
         let mut ended: Vec<u32> = here.chain(below.clone()).collect();
         ended.sort_unstable();
-        assert_eq!(same_error(&told, ended), lost);
+        assert_eq!(same_error(&replies, ended), lost);
         if gone > 0 {
-            let (own, told) = tree.decide("complete", Ok(vec![vec![1]; 8]));
+            let (own, replies) = tree.decide("complete", Ok(vec![vec![1]; 8]));
             assert_eq!(own, Ok(vec![1]));
-            let mut reached: Vec<u32> = told.iter().map(|(rank, _)| *rank).collect();
+            let mut reached: Vec<u32> = replies.iter().map(|(rank, _)| *rank).collect();
             reached.sort_unstable();
             assert!(reached.into_iter().eq((1..8).filter(|rank| *rank != gone && !below.contains(rank))));
-            assert!(told.iter().all(|(_, reply)| *reply == Reply::Answer(Ok(vec![1]))));
+            assert!(replies.iter().all(|(_, reply)| *reply == Reply::Answer(Ok(vec![1]))));
         }
         for rank in tree.ranks().filter(|rank| *rank != gone) {
             for _ in 0..2 {
-                let told = tree.come(rank, "later");
-                assert_eq!(same_error(&told, [rank]), lost, "rank {rank} after {gone}");
+                let replies = tree.come(rank, "later");
+                assert_eq!(same_error(&replies, [rank]), lost, "rank {rank} after {gone}");
             }
         }
     }
@@ -334,10 +334,10 @@ fn a_part_that_crosses_the_failure_of_its_round_does_not_count_for_the_next() {
     for rank in [2, 3, 4, 5, 6, 7] {
         tree.come(rank, "plan");
     }
-    let told = tree.pass(LONG);
+    let replies = tree.pass(LONG);
     let missing = missing(vec![1, 2, 3], vec![1], LONG, 4);
-    assert_eq!(same_error(&only(&told, 2..4), 2..4), outcome_unknown(1));
-    assert_eq!(same_error(&only(&told, [0, 4, 5, 6, 7]), [0, 4, 5, 6, 7]), missing);
+    assert_eq!(same_error(&only(&replies, 2..4), 2..4), outcome_unknown(1));
+    assert_eq!(same_error(&only(&replies, [0, 4, 5, 6, 7]), [0, 4, 5, 6, 7]), missing);
     // Rank 1 contributes in time by its own clock, and receives the other messages afterwards.
     for rank in [0, 4, 5, 6, 7] {
         assert_eq!(tree.come(rank, "plan"), vec![]);
@@ -366,10 +366,10 @@ fn failures_that_were_told_are_not_lost_when_a_round_ends_early() {
         tree.contribute(3, "plan", Err("disk full".into()), LONG);
         tree
     };
-    let told = failing().pass(LONG);
-    assert_eq!(same_error(&told, [0, 1, 2, 3, 4, 6, 7]), failed("it did not contribute within 60s"));
-    let told = failing().lose(5, "killed");
-    assert_eq!(same_error(&told, [0, 1, 2, 3, 4, 6, 7]), failed("it is lost: killed"));
+    let replies = failing().pass(LONG);
+    assert_eq!(same_error(&replies, [0, 1, 2, 3, 4, 6, 7]), failed("it did not contribute within 60s"));
+    let replies = failing().lose(5, "killed");
+    assert_eq!(same_error(&replies, [0, 1, 2, 3, 4, 6, 7]), failed("it is lost: killed"));
 }
 
 #[test]
@@ -382,19 +382,19 @@ fn a_silent_rank_is_named_to_every_other_rank_by_the_deadline() {
                 assert_eq!(tree.contribute(rank, "plan", Ok(bytes(rank)), deadline), vec![]);
             }
             assert_eq!(tree.pass(deadline - Duration::from_nanos(1)), vec![]);
-            let told = tree.pass(Duration::from_nanos(1));
+            let replies = tree.pass(Duration::from_nanos(1));
             // The state of the ranks below it is unknown above.
             let below = tree.topology.subtree(silent);
             let (under, others): (Vec<u32>, Vec<u32>) =
                 tree.ranks().filter(|rank| *rank != silent).partition(|rank| below.contains(rank));
-            assert_eq!(told.len(), 7);
+            assert_eq!(replies.len(), 7);
             if !others.is_empty() {
                 let ranks = below.collect();
                 let missing = missing(ranks, vec![silent], deadline, lowest(&others));
-                assert_eq!(same_error(&only(&told, others.clone()), others), missing);
+                assert_eq!(same_error(&only(&replies, others.clone()), others), missing);
             }
             if !under.is_empty() {
-                assert_eq!(same_error(&only(&told, under.clone()), under), outcome_unknown(silent));
+                assert_eq!(same_error(&only(&replies, under.clone()), under), outcome_unknown(silent));
             }
         }
     }
@@ -409,12 +409,14 @@ fn a_rank_that_falls_silent_after_its_part_is_named_to_those_below_it_only() {
         }
         tree.silent.push(silent);
         let under = tree.topology.subtree(silent).skip(1);
-        let told = tree.pass(LONG);
-        assert_eq!(same_error(&told, under.clone()), outcome_unknown(silent));
+        let replies = tree.pass(LONG);
+        assert_eq!(same_error(&replies, under.clone()), outcome_unknown(silent));
         if silent > 0 {
             let others = tree.ranks().filter(|rank| *rank > 0 && *rank != silent && !under.clone().any(|u| u == *rank));
-            let (_, told) = tree.decide("plan", Ok(vec![vec![1]; 8]));
-            assert!(others.eq(sorted(&told)) && told.iter().all(|(_, reply)| *reply == Reply::Answer(Ok(vec![1]))));
+            let (_, replies) = tree.decide("plan", Ok(vec![vec![1]; 8]));
+            assert!(
+                others.eq(sorted(&replies)) && replies.iter().all(|(_, reply)| *reply == Reply::Answer(Ok(vec![1])))
+            );
             // It continues: it has its answer, and no rank gets a second one.
             assert_eq!(tree.wake(), vec![(silent, Reply::Answer(Ok(vec![1])))]);
             assert!(tree.is_quiet());
@@ -477,8 +479,8 @@ fn a_rank_that_waits_far_from_a_silent_one_hears_of_it_by_the_deadline_as_well()
         let mut tree = chain();
         tree.silent.push(silent);
         tree.contribute(0, "plan", Ok(vec![]), deadline);
-        let told = tree.pass(deadline);
-        assert!(matches!(same_error(&told, [0]), Error::Missing { silent: named, .. } if named == [silent]));
+        let replies = tree.pass(deadline);
+        assert!(matches!(same_error(&replies, [0]), Error::Missing { silent: named, .. } if named == [silent]));
     }
 }
 
@@ -494,10 +496,10 @@ fn a_part_that_was_held_up_on_the_way_does_not_lengthen_the_time_of_its_round() 
     assert_eq!(tree.wake(), vec![]);
     tree.come(6, "plan");
     tree.silent.push(4);
-    let told = tree.pass(LONG / 2);
+    let replies = tree.pass(LONG / 2);
     let missing = missing(vec![4, 5, 6, 7], vec![4], LONG, 1);
-    assert_eq!(same_error(&only(&told, 0..4), 0..4), missing);
-    assert_eq!(same_error(&only(&told, 5..8), [5, 6, 7]), outcome_unknown(4));
+    assert_eq!(same_error(&only(&replies, 0..4), 0..4), missing);
+    assert_eq!(same_error(&only(&replies, 5..8), [5, 6, 7]), outcome_unknown(4));
 
     // With no silent rank, missing ranks are named in time as well.
     let mut tree = Tree::new(8, 1, 2);
@@ -555,9 +557,9 @@ fn the_deadline_of_whoever_waits_shortest_counts() {
     assert_eq!(tree.pass(second * 3), vec![]);
     tree.contribute(6, "plan", Ok(vec![]), second * 2);
     assert_eq!(tree.pass(second * 2 - Duration::from_nanos(1)), vec![]);
-    let told = tree.pass(Duration::from_nanos(1));
+    let replies = tree.pass(Duration::from_nanos(1));
     let missing = missing(vec![0, 2, 3, 4, 5, 7], vec![], second * 5, 0);
-    assert_eq!(same_error(&told, [1, 6]), missing);
+    assert_eq!(same_error(&replies, [1, 6]), missing);
 }
 
 #[test]
@@ -567,8 +569,8 @@ fn an_answer_that_does_not_come_leaves_the_outcome_unknown_and_may_still_come_ab
         tree.come(rank, "plan");
     }
     assert_eq!(tree.pass(LONG * 2 + GRACE - Duration::from_nanos(1)), vec![]);
-    let told = tree.pass(Duration::from_nanos(1));
-    assert!(matches!(same_error(&told, 1..8), Error::Unavailable(_)));
+    let replies = tree.pass(Duration::from_nanos(1));
+    assert!(matches!(same_error(&replies, 1..8), Error::Unavailable(_)));
     let twice = tree.come(3, "plan");
     assert!(matches!(same_error(&twice, [3]), Error::Invalid(_)));
     // Rank 0 decides after all; no rank gets a second answer.
@@ -584,8 +586,8 @@ fn a_second_call_is_refused_and_the_first_goes_on() {
         let message = format!(r#"rank {rank} contributes to "plan" twice; its first call still waits"#);
         assert_eq!(tree.come(rank, "plan"), vec![(rank, Reply::Answer(Err(Error::Invalid(message))))]);
     }
-    let (_, told) = tree.decide("plan", Ok(vec![vec![]; 8]));
-    assert_eq!(told.len(), 7);
+    let (_, replies) = tree.decide("plan", Ok(vec![vec![]; 8]));
+    assert_eq!(replies.len(), 7);
 }
 
 #[test]
@@ -597,17 +599,17 @@ fn topics_do_not_meet() {
         tree.come(4 - rank, "b");
     }
     assert_eq!(tree.come(0, "b"), vec![(0, Reply::Decide(all.clone()))]);
-    let (own, told) = tree.decide("b", Err("no".into()));
+    let (own, replies) = tree.decide("b", Err("no".into()));
     let failures = vec![Failure { rank: 0, reason: "no".into() }];
     let failed = Error::Failed { topic: "b".into(), failures, more: 0 };
-    assert_eq!((own, same_error(&told, 1..5)), (Err(failed.clone()), failed));
+    assert_eq!((own, same_error(&replies, 1..5)), (Err(failed.clone()), failed));
     assert_eq!(tree.come(4, "a"), vec![(0, Reply::Decide(all))]);
 }
 
 #[test]
 fn wrong_calls_and_wrong_decisions_are_named() {
     let mut tree = Tree::new(5, 1, 2);
-    let refused = |told: Told| error(&told[0].1).to_string();
+    let refused = |replies: Replies| error(&replies[0].1).to_string();
     assert_eq!(refused(tree.come(0, "")), "a topic is 1 to 4096 bytes long, found 0");
     assert_eq!(refused(tree.come(0, &"x".repeat(5000))), "a topic is 1 to 4096 bytes long, found 5000");
     assert!(tree.is_quiet());
@@ -624,10 +626,10 @@ fn wrong_calls_and_wrong_decisions_are_named() {
         for rank in tree.ranks() {
             tree.come(rank, "plan");
         }
-        let (own, told) = tree.decide("plan", Ok(answers));
+        let (own, replies) = tree.decide("plan", Ok(answers));
         let failures = vec![Failure { rank: 0, reason: reason.into() }];
         assert_eq!(own, Err(Error::Failed { topic: "plan".into(), failures, more: 0 }));
-        assert_eq!(same_error(&told, 1..5), own.unwrap_err());
+        assert_eq!(same_error(&replies, 1..5), own.unwrap_err());
     }
 }
 
@@ -651,21 +653,21 @@ fn what_is_kept_and_passed_on_is_bounded() {
 
 #[test]
 fn of_many_failures_the_lowest_ranks_are_told_and_the_others_counted() {
-    let told = |mut tree: Tree, come: &dyn Fn(u32) -> bool| {
-        let mut told = Vec::new();
+    let replies = |mut tree: Tree, come: &dyn Fn(u32) -> bool| {
+        let mut replies = Vec::new();
         for rank in tree.ranks().filter(|rank| come(*rank)) {
-            told = tree.contribute(rank, "plan", Err(format!("disk {rank} is full")), LONG);
+            replies = tree.contribute(rank, "plan", Err(format!("disk {rank} is full")), LONG);
         }
-        told.extend(tree.pass(LONG));
-        same_error(&told, tree.ranks().filter(|rank| come(*rank)))
+        replies.extend(tree.pass(LONG));
+        same_error(&replies, tree.ranks().filter(|rank| come(*rank)))
     };
     let spelled = |error: Error| match error {
         Error::Failed { failures, more, .. } => (failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), more),
         error => panic!("{error}"),
     };
-    assert_eq!(spelled(told(Tree::new(500, 8, 12), &|_| true)), ((0..64).collect(), 436));
+    assert_eq!(spelled(replies(Tree::new(500, 8, 12), &|_| true)), ((0..64).collect(), 436));
     // What ranks say of themselves comes before who said nothing.
-    let some = spelled(told(Tree::new(500, 8, 12), &|rank| rank >= 450));
+    let some = spelled(replies(Tree::new(500, 8, 12), &|rank| rank >= 450));
     assert_eq!(some, ((0..14).chain(450..500).collect(), 436));
 }
 
@@ -718,8 +720,8 @@ fn what_all_ranks_are_told_alike_crosses_each_link_once() {
         let (below, _) = tree.taken[rank as usize];
         assert!(below.bytes <= below.messages as usize * 64, "{below:?}");
     }
-    let told = tree.decide("open", Ok(vec![manifest.clone(); world as usize])).1;
-    assert!(told.len() == 63 && told.iter().all(|(_, reply)| *reply == Reply::Answer(Ok(manifest.clone()))));
+    let replies = tree.decide("open", Ok(vec![manifest.clone(); world as usize])).1;
+    assert!(replies.len() == 63 && replies.iter().all(|(_, reply)| *reply == Reply::Answer(Ok(manifest.clone()))));
     for rank in 1..world {
         let (_, above) = tree.taken[rank as usize];
         assert!(above.messages == 1 && above.bytes <= manifest.len() + 64, "{above:?}");
@@ -749,9 +751,9 @@ fn messages_that_cannot_be_meant_cost_the_sender_its_place() {
     ] {
         let mut tree = Tree::new(8, 1, 2);
         tree.come(0, "plan");
-        let told = tree.act(0, |node, now| node.receive_from_child(1, part(report), now));
+        let replies = tree.act(0, |node, now| node.receive_from_child(1, part(report), now));
         let cause = format!(r#"its part of "plan" is invalid: {problem}"#);
-        assert_eq!(same_error(&told, [0]), Error::Lost { rank: 1, cause });
+        assert_eq!(same_error(&replies, [0]), Error::Lost { rank: 1, cause });
     }
     let mut tree = Tree::new(8, 1, 2);
     tree.act(0, |node, now| node.receive_from_child(3, part(whole.clone()), now));
@@ -761,9 +763,9 @@ fn messages_that_cannot_be_meant_cost_the_sender_its_place() {
     tree.come(7, "plan");
     let answers = Bundle::new(vec![b"a"[..].into(); 2]);
     let word = FromParent::Answer { topic: "plan".into(), answers };
-    let told = tree.act(7, |node, now| node.receive_from_parent(Downward { number: 1, word }, now));
+    let replies = tree.act(7, |node, now| node.receive_from_parent(Downward { number: 1, word }, now));
     let cause = r#"it sent 2 answers on "plan" for 1 ranks"#.to_owned();
-    assert_eq!(same_error(&told, [7]), Error::Lost { rank: tree.topology.parent(7).unwrap(), cause });
+    assert_eq!(same_error(&replies, [7]), Error::Lost { rank: tree.topology.parent(7).unwrap(), cause });
 }
 
 #[test]

@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn what_is_not_that_many_numbers_is_refused_in_words() {
-        for (bytes, count, told) in [
+        for (bytes, count, expected) in [
             (&[][..], 1, "truncated numbers"),
             (&[0], 1, "truncated numbers"),
             (&[0, 33], 1, "numbers of 33 bits, the most is 32"),
@@ -179,7 +179,7 @@ mod tests {
             (&[0, 0, 2, 9], 1, "1 bytes behind 1 numbers"),
         ] {
             let refused = decode(bytes, count).unwrap_err();
-            assert!(refused.ends_with(told), "{bytes:?}: {refused}");
+            assert!(refused.ends_with(expected), "{bytes:?}: {refused}");
         }
     }
 

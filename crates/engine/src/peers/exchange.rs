@@ -36,7 +36,7 @@ mod pool;
 mod requests;
 mod swap;
 
-use message::{Body, GAVE_UP, LAST, Segment, carried, head, parse, shown};
+use message::{ABANDONED, Body, LAST, Segment, carried, head, parse, shown};
 use pool::{Pool, Queue};
 pub(crate) use requests::slots_in_request;
 use requests::{Request, Task, cores};
@@ -156,7 +156,7 @@ impl Shared<'_> {
             let outcome = course.rounds(&swap);
             if !matches!(outcome, Ok(Ended::Done)) {
                 // So that no peer waits for this rank; a failure to send it does not matter here.
-                let message = vec![Arc::new(head(GAVE_UP, &[]))];
+                let message = vec![Arc::new(head(ABANDONED, &[]))];
                 _ = swap.begin(course.open.iter().map(|&peer| (peer, message.clone())).collect());
                 _ = swap.end();
             }
@@ -377,10 +377,10 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
             self.round += 1;
             swap.begin(self.addressed(messages, is_last))?;
             let planned = self.plan();
-            let gave_up = self.take(swap.end()?, is_last);
+            let is_abandoned = self.take(swap.end()?, is_last);
             // This rank's own error is reported, even if others failed, too.
             planned?;
-            if gave_up? {
+            if is_abandoned? {
                 return Ok(Ended::Stopped);
             }
         }
@@ -473,11 +473,11 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         let files: Vec<u64> = self.shared.manifest.files().iter().map(|file| file.bytes).collect();
         let parsed: Vec<_> =
             received.into_iter().map(|(peer, message)| (peer, parse(peer, message, &files, place))).collect();
-        let mut gave_up = false;
+        let mut is_abandoned = false;
         for (peer, parsed) in &parsed {
             let flags = parsed.as_ref().map_or(0, |parsed| parsed.flags);
-            gave_up |= flags & GAVE_UP != 0;
-            if flags & GAVE_UP != 0 || sent_last && flags & LAST != 0 {
+            is_abandoned |= flags & ABANDONED != 0;
+            if flags & ABANDONED != 0 || sent_last && flags & LAST != 0 {
                 self.open.remove(peer);
             }
         }
@@ -497,7 +497,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
             }
         }
         self.counters.received.fetch_add(bytes, Ordering::Relaxed);
-        Ok(gave_up)
+        Ok(is_abandoned)
     }
 
     /// Notes that a peer is done with a slot.

@@ -26,7 +26,7 @@ pub(crate) struct ValuePlan {
 }
 
 #[derive(Serialize, Deserialize)]
-enum Said {
+enum Contribution {
     /// One digest for each of this rank's classes.
     Same {
         id: PlanId,
@@ -74,17 +74,17 @@ pub(crate) fn assign_values(
             let LeafBody::Object { owner } = leaf.body else { return None };
             Some(Held { name: leaf.name.clone(), layout: leaf.layout.clone(), owner, digest })
         });
-        Said::All { held: held.collect(), makers: makers.to_vec() }
+        Contribution::All { held: held.collect(), makers: makers.to_vec() }
     };
-    let said = digests.clone().map(|digests| match &plan.values {
-        Some(known) => Said::Same { id: known.id, digests: known.digests(&digests) },
+    let contributions = digests.clone().map(|digests| match &plan.values {
+        Some(known) => Contribution::Same { id: known.id, digests: known.digests(&digests) },
         None => all(&digests),
     });
     let mut found = None;
-    let mut decide = |said: Vec<Said>| match &plan.all {
+    let mut decide = |contributions: Vec<Contribution>| match &plan.all {
         Some(all) => {
             let mut values = all.values.lock().unwrap_or_else(PoisonError::into_inner);
-            let (verdicts, renewed) = decide(operation.number(), said, values.as_ref())?;
+            let (verdicts, renewed) = decide(operation.number(), contributions, values.as_ref())?;
             if let Some(renewed) = renewed {
                 *values = Some(renewed);
             }
@@ -93,7 +93,7 @@ pub(crate) fn assign_values(
         }
         None => Err(Error::internal("only rank 0 can compare values")),
     };
-    let mut verdict = operation.agree("values", said, &mut decide)?;
+    let mut verdict = operation.agree("values", contributions, &mut decide)?;
     if let Verdict::NeedAll = verdict {
         verdict = operation.agree("values in full", digests.map(|digests| all(&digests)), &mut decide)?;
     }
@@ -123,23 +123,23 @@ impl ValueClasses {
 /// Decides; returns the verdicts, and, if new, the state to remember under that number.
 fn decide(
     number: PlanId,
-    said: Vec<Said>,
+    contributions: Vec<Contribution>,
     known: Option<&Arc<GlobalValues>>,
 ) -> Result<(Vec<Verdict>, Option<Arc<GlobalValues>>)> {
-    let world = said.len();
+    let world = contributions.len();
     if let Some(known) = known
-        && known.still_holds(&said)
+        && known.still_holds(&contributions)
     {
         return Ok(((0..world).map(|_| Verdict::Same).collect(), None));
     }
-    let held = said.into_iter().map(|said| match said {
-        Said::All { held, makers } => Some((held, makers)),
-        Said::Same { .. } => None,
+    let held = contributions.into_iter().map(|contributions| match contributions {
+        Contribution::All { held, makers } => Some((held, makers)),
+        Contribution::Same { .. } => None,
     });
     match held.collect::<Option<Vec<_>>>() {
         None => Ok(((0..world).map(|_| Verdict::NeedAll).collect(), None)),
-        Some(said) => {
-            let (held, makers): (Vec<_>, Vec<_>) = said.into_iter().unzip();
+        Some(contributions) => {
+            let (held, makers): (Vec<_>, Vec<_>) = contributions.into_iter().unzip();
             let (all, remembered) = compared(number, held)?;
             // Ranks with equal values have equal classes.
             let differing: BTreeSet<_> =
@@ -151,11 +151,11 @@ fn decide(
 }
 
 impl GlobalValues {
-    fn still_holds(&self, said: &[Said]) -> bool {
+    fn still_holds(&self, contributions: &[Contribution]) -> bool {
         let mut digests: BTreeMap<u32, &[u8; 16]> = BTreeMap::new();
-        said.len() == self.classes.len()
-            && said.iter().zip(&self.classes).all(|(said, classes)| match said {
-                Said::Same { id, digests: found } if *id == self.id && found.len() == classes.len() => {
+        contributions.len() == self.classes.len()
+            && contributions.iter().zip(&self.classes).all(|(contributions, classes)| match contributions {
+                Contribution::Same { id, digests: found } if *id == self.id && found.len() == classes.len() => {
                     classes.iter().zip(found).all(|(class, found)| *digests.entry(*class).or_insert(found) == found)
                 }
                 _ => false,
@@ -231,18 +231,18 @@ fn expect_pieces(by_name: &BTreeMap<LeafName, Copies>) -> Result<()> {
         }
     }
     for ((key, name), counts) in whole {
-        let said: Vec<String> = counts.keys().map(u32::to_string).collect();
-        if said.len() > 1 {
+        let contributions: Vec<String> = counts.keys().map(u32::to_string).collect();
+        if contributions.len() > 1 {
             problems.push(format!(
                 "{key}/{name}: ranks say that it has {} pieces: count= is the same on all",
-                said.join(" and ")
+                contributions.join(" and ")
             ));
         }
         for (count, there) in counts {
             let there: BTreeSet<u32> = there.into_iter().collect();
             let lacking: Vec<String> =
                 (0..count).filter(|index| !there.contains(index)).take(9).map(|i| i.to_string()).collect();
-            if !lacking.is_empty() && said.len() == 1 {
+            if !lacking.is_empty() && contributions.len() == 1 {
                 let more = if lacking.len() > 8 { " and others" } else { "" };
                 problems.push(format!(
                     "{key}/{name}: no rank has piece {}{more} of {count}: each index below count= needs a rank",

@@ -518,7 +518,7 @@ fn what_fails_on_the_device_commits_nothing_wrong_and_nothing_is_held_afterwards
             }
         }
         if lets_go {
-            window.let_go("a call failed");
+            window.release("a call failed");
             failed += 1;
             drop(window);
         } else {

@@ -14,7 +14,7 @@ use crate::error::Error;
 /// for a value beyond [`BYTES_MAX`](super::BYTES_MAX), [`ITEMS_MAX`](super::ITEMS_MAX) or
 /// [`CONTAINERS_MAX`](super::CONTAINERS_MAX).
 pub fn decode(bytes: &[u8]) -> Result<Value, Error> {
-    let mut reader = Reader { decoder: Decoder::new(bytes), owed: 1, counts: Counts::default() };
+    let mut reader = Reader { decoder: Decoder::new(bytes), items_left: 1, counts: Counts::default() };
     reader.expect_within_limits()?;
     let value = reader.value(0, None)?;
     let end = reader.decoder.position();
@@ -28,14 +28,14 @@ struct Reader<'b> {
     decoder: Decoder<'b>,
     /// Items still missing in the lists and dicts begun so far. Each takes at least a byte, so a count is accepted only
     /// while the bytes left can hold all of them.
-    owed: usize,
+    items_left: usize,
     /// Items and containers entered so far.
     counts: Counts,
 }
 
 impl Reader<'_> {
     fn value(&mut self, depth: usize, inside: Option<Tag>) -> Result<Value, Error> {
-        self.owed -= 1;
+        self.items_left -= 1;
         let at = self.decoder.position();
         let flaw = |error: minicbor::decode::Error| Error::Corrupt(format!("object: byte {at}: {error}"));
         let decoder = &mut self.decoder;
@@ -89,7 +89,7 @@ impl Reader<'_> {
                 if let Some(outer) = inside {
                     return Err(Error::Corrupt(format!("object: byte {at}: {tag} stands directly in {outer}")));
                 }
-                self.owed += 1;
+                self.items_left += 1;
                 self.counts.tag();
                 self.expect_within_limits()?;
                 let payload = self.value(depth, Some(tag))?;
@@ -121,10 +121,11 @@ impl Reader<'_> {
         }
         let left = self.decoder.input().len() - self.decoder.position();
         let rows = count.and_then(|count| usize::try_from(count).ok());
-        let owed = rows.and_then(|rows| rows.checked_mul(width)).and_then(|items| items.checked_add(self.owed));
-        match (rows, owed) {
-            (Some(rows), Some(owed)) if owed <= left => {
-                self.owed = owed;
+        let items_left =
+            rows.and_then(|rows| rows.checked_mul(width)).and_then(|items| items.checked_add(self.items_left));
+        match (rows, items_left) {
+            (Some(rows), Some(items_left)) if items_left <= left => {
+                self.items_left = items_left;
                 self.counts.enter((rows * width) as u64);
                 self.expect_within_limits()?;
                 Ok(rows)

@@ -1,4 +1,15 @@
-//! Reads one file: cached ranges through the page cache, others past it if the file is large.
+//! Reads one file, and decides for each range how: here and nowhere else.
+//!
+//! ```text
+//! announced, and most of it in the page cache     copied from there; lent in place if it is long
+//! announced, large file, no other reader          read past the page cache when it is read
+//! announced, to be lent in whole units            fetched by page faults of its reader, and lent
+//! announced, else                                 fetched ahead by the kernel, then copied
+//! else, large file, aligned memory, not cached    read past the page cache
+//! else                                            fetched by the kernel as a whole if it is long, then copied
+//! ```
+//! [`PageCache::prefetch`] takes the announcement and answers how the bytes come ([`Fetch`]), by which the caller
+//! chooses its threads; [`ObjectReader::read_at`] copies, [`PageCache::lend`] lends.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -317,7 +317,7 @@ fn many_objects_are_written_at_a_time(store: &dyn Store) {
 /// Tests that a failed write is returned unchanged, and that the write that replaces it is taken and made.
 fn writes_that_fail_come_back(store: &dyn Store) {
     type CameBack = (usize, Vec<Box<dyn Buffer>>);
-    struct Astray<'a> {
+    struct Failing<'a> {
         object: &'a dyn ObjectWriter,
         piece: usize,
         pieces: usize,
@@ -325,13 +325,13 @@ fn writes_that_fail_come_back(store: &dyn Store) {
         left: Mutex<Vec<usize>>,
         came_back: Mutex<Vec<CameBack>>,
     }
-    impl<'a> Astray<'a> {
+    impl<'a> Failing<'a> {
         fn write(&self, number: usize, offset: usize, buffers: Vec<Box<dyn Buffer>>) -> Next<'a> {
             let (object, offset, bytes) = (self.object, offset as u64, self.piece);
             Next::Write(Write { object, offset, buffers, bytes, number, crc64: None })
         }
     }
-    impl<'a> Writes<'a> for Astray<'a> {
+    impl<'a> Writes<'a> for Failing<'a> {
         fn next(&self, _: bool) -> Next<'a> {
             if let Some((number, buffers)) = self.came_back.lock().unwrap().pop() {
                 return self.write(number, number * self.piece, buffers);
@@ -356,7 +356,7 @@ fn writes_that_fail_come_back(store: &dyn Store) {
     let contents = pattern(9, pieces * piece);
     let mut object = store.create("failed", contents.len() as u64).unwrap();
     let (left, came_back) = (Mutex::new((0..pieces).collect()), Mutex::default());
-    store.write_all(&Astray { object: &*object, piece, pieces, contents: &contents, left, came_back }).unwrap();
+    store.write_all(&Failing { object: &*object, piece, pieces, contents: &contents, left, came_back }).unwrap();
     object.finish().unwrap();
     assert_eq!(read(store, "failed"), contents);
 }

@@ -22,7 +22,7 @@ from .groups import equal
 from .hooks import SAYING, is_dtensor
 from .placement import is_strided, placements_of
 
-Said = list[tuple[list[str | int], object]]
+OwnState = list[tuple[list[str | int], object]]
 """Plain values of a state dict, each with the keys and positions that lead to it."""
 
 BEFORE_LOADS, AFTER_LOADS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
@@ -148,7 +148,7 @@ class Taken:
         return tensor is not None and any(_same(said, one) for one in self._of_tensor.get(_memory(tensor), []))
 
 
-def own_values(optimizer: Any, holders: Sequence[Any], parameters: Collection[Any]) -> Said:
+def own_values(optimizer: Any, holders: Sequence[Any], parameters: Collection[Any]) -> OwnState:
     """Returns the rest of its state dict, which is not taken of these, for its own ``load_state_dict()``.
 
     Raises:
@@ -271,7 +271,7 @@ def loads_noticed(optimizers: Sequence[Any], loaded: set[int]) -> Iterator[None]
             handle.remove()
 
 
-def load_by_itself(optimizer: Any, given: Said, holders: Sequence[Any]) -> None:
+def load_by_itself(optimizer: Any, given: OwnState, holders: Sequence[Any]) -> None:
     """Has ``load_state_dict()`` take what the optimizer itself says now, with ``given`` in its places.
 
     Its state and its groups are filled already, and stay what was loaded: PyTorch's own method casts state to the type

@@ -408,7 +408,8 @@ class Optimizers:
     ) -> Restored:
         self._expect_no_pre_hooks()
         zero_rest(self._buffers.values(), [part.tensor for part in created.values() if isinstance(part, Part)])
-        own = {name.removeprefix(_OWN): cast(accounts.Said, values[name]) for name in values if name.startswith(_OWN)}
+        mine = [name for name in values if name.startswith(_OWN)]
+        own = {name.removeprefix(_OWN): cast(accounts.OwnState, values[name]) for name in mine}
         copies = values.get("param_groups", ())
         saved = saved_by_parameter(copies, decisive.get("param_groups", 0), parameter)
         foreign = self._of_another_class(saved, strict)
@@ -452,7 +453,7 @@ class Optimizers:
         missing = [name for name in absent if name not in gone]
         return Restored(install, missing, unexpected)
 
-    def _load_by_themselves(self, own: Mapping[str, accounts.Said], strict: bool) -> None:
+    def _load_by_themselves(self, own: Mapping[str, accounts.OwnState], strict: bool) -> None:
         """Does the rest of a load of a state dict, when state and groups are filled: own methods, then hooks."""
         holders = [held.holder for held in self._held]
         loaded: set[int] = set()  # those whose hooks ran in the load of one that wraps them

@@ -22,7 +22,7 @@ use shardfast_transfer::host::pack;
 /// Flag of the last message with segments.
 pub(super) const LAST: u64 = 1;
 /// Flag of a message whose sender failed.
-pub(super) const GAVE_UP: u64 = 2;
+pub(super) const ABANDONED: u64 = 2;
 
 const SEGMENT_HEAD_BYTES: usize = 48;
 /// Value in place of an offset in a window: the bytes follow in the message.

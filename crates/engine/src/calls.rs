@@ -3,7 +3,7 @@
 //! # Protocol
 //!
 //! 1. Each rank numbers its calls as it begins them. The first exchange of a call, `<number> open`, is where the calls
-//!    of that number meet. Each rank sends a digest of what it calls.
+//!    of that number meet. Each rank sends a hash of what it calls.
 //! 2. When a rank does not call in time, the number is over: the ranks that waited fail with [`Absences::not_called`].
 //!    The missing rank finds that out when it calls at last. If it makes the call that failed on the others, its call
 //!    fails, too: when the others retry, they may have another state. Any other call takes the next number, and is
@@ -29,8 +29,8 @@ use shardfast_transfer::error::{Error, Kind};
 /// Unmatched calls that are remembered, the latest.
 const UNMATCHED_MAX: usize = 64;
 
-/// Digest of a rank's call, which tells it from any other call.
-pub(crate) type Digest = [u8; 8];
+/// CallHash of a rank's call, which tells it from any other call.
+pub(crate) type CallHash = [u8; 8];
 
 /// The calls of this rank.
 #[derive(Default)]
@@ -44,9 +44,9 @@ struct State {
     next: u64,
     /// Number of begun saves by call, without attempts that certainly left no files. It makes the names of attempts
     /// different, and is the same on all ranks unless one of them has left a call out.
-    attempts: HashMap<Digest, u32>,
+    attempts: HashMap<CallHash, u32>,
     /// Calls of this rank that were unmatched since all ranks last met.
-    unmatched: Vec<Digest>,
+    unmatched: Vec<CallHash>,
     absences: Absences,
     /// Calls that wait for other ranks, by their first numbers.
     waiting: BTreeMap<u64, Waiting>,
@@ -78,7 +78,7 @@ pub(crate) struct Call {
     /// The number of earlier saves like this one.
     attempt: u32,
     is_save: bool,
-    digest: Digest,
+    hash: CallHash,
     /// `true` if its attempt certainly leaves no files once it has ended.
     is_void: AtomicBool,
 }
@@ -88,9 +88,9 @@ pub(crate) struct Call {
 pub(crate) struct CallReport {
     what: String,
     attempt: u32,
-    digest: Digest,
+    hash: CallHash,
     is_late: bool,
-    unmatched: Vec<Digest>,
+    unmatched: Vec<CallHash>,
 }
 
 /// Decision about a rank's call.
@@ -115,17 +115,17 @@ impl Calls {
         let mut state = self.state();
         let mut attempt = 0;
         if is_save {
-            let attempts = state.attempts.entry(digest(&identity, 0)).or_default();
+            let attempts = state.attempts.entry(hash(&identity, 0)).or_default();
             attempt = *attempts;
             *attempts += 1;
         }
         let first_number = state.next;
         state.next += 1;
         drop(state);
-        let digest = digest(&identity, attempt);
+        let hash = hash(&identity, attempt);
         let id = Arc::new(CallId { what, detail, number: AtomicU64::new(first_number) });
         let calls = Arc::clone(self);
-        Call { calls, id, first_number, attempt, is_save, digest, is_void: AtomicBool::new(false) }
+        Call { calls, id, first_number, attempt, is_save, hash, is_void: AtomicBool::new(false) }
     }
 
     /// Returns a sentence for each call that has waited for `patience` and was not reported before, and whether any
@@ -163,8 +163,8 @@ impl Call {
         &self.id
     }
 
-    pub(crate) fn digest(&self) -> Digest {
-        self.digest
+    pub(crate) fn hash(&self) -> CallHash {
+        self.hash
     }
 
     /// Identifies this attempt among all of its meeting; the same on all ranks.
@@ -208,7 +208,7 @@ impl Call {
     pub(crate) fn set_unmatched(&self) {
         self.is_void.store(true, Ordering::Relaxed);
         let mut state = self.calls.state();
-        state.unmatched.push(self.digest);
+        state.unmatched.push(self.hash);
         let surplus = state.unmatched.len().saturating_sub(UNMATCHED_MAX);
         state.unmatched.drain(..surplus);
     }
@@ -230,13 +230,13 @@ impl Call {
 
     pub(crate) fn report(&self, is_late: bool) -> CallReport {
         let unmatched = self.calls.state().unmatched.clone();
-        CallReport { what: self.id.identity(), attempt: self.attempt, digest: self.digest, is_late, unmatched }
+        CallReport { what: self.id.identity(), attempt: self.attempt, hash: self.hash, is_late, unmatched }
     }
 
     /// Sets how often a save like this one was begun.
     pub(crate) fn set_attempts(&self, attempts: u32) {
         self.is_void.store(false, Ordering::Relaxed);
-        self.calls.state().attempts.insert(digest(&self.id.identity(), 0), attempts);
+        self.calls.state().attempts.insert(hash(&self.id.identity(), 0), attempts);
     }
 }
 
@@ -245,7 +245,7 @@ impl Drop for Call {
     fn drop(&mut self) {
         if self.is_save && self.is_void.load(Ordering::Relaxed) {
             let mut state = self.calls.state();
-            if let Some(attempts) = state.attempts.get_mut(&digest(&self.id.identity(), 0)) {
+            if let Some(attempts) = state.attempts.get_mut(&hash(&self.id.identity(), 0)) {
                 // Unless the same save was begun again meanwhile.
                 *attempts -= u32::from(*attempts == self.attempt + 1);
             }
@@ -295,10 +295,10 @@ fn verb(what: &str) -> &str {
     }
 }
 
-fn digest(what: &str, attempt: u32) -> Digest {
-    let mut digest = [0; 8];
-    digest.copy_from_slice(&sha256(&[&attempt.to_le_bytes(), what.as_bytes()].concat())[..8]);
-    digest
+fn hash(what: &str, attempt: u32) -> CallHash {
+    let mut hash = [0; 8];
+    hash.copy_from_slice(&sha256(&[&attempt.to_le_bytes(), what.as_bytes()].concat())[..8]);
+    hash
 }
 
 /// Returns the error of a call that had failed on the other ranks before this rank made it.
@@ -317,7 +317,7 @@ pub(crate) fn overtaken(what: &str, rank: u32) -> Error {
 /// Decides over calls that differ. Returns a verdict for each rank.
 pub(crate) fn decide(reports: &[CallReport]) -> Vec<Verdict> {
     let is_tried_before = |rank: usize| {
-        reports.iter().enumerate().any(|(q, other)| q != rank && other.unmatched.contains(&reports[rank].digest))
+        reports.iter().enumerate().any(|(q, other)| q != rank && other.unmatched.contains(&reports[rank].hash))
     };
     let is_behind: Vec<bool> = (0..reports.len()).map(|rank| reports[rank].is_late || is_tried_before(rank)).collect();
     let first = &reports[0];
@@ -337,9 +337,9 @@ pub(crate) fn decide(reports: &[CallReport]) -> Vec<Verdict> {
     }
     let mut ahead = reports.iter().zip(&is_behind).filter(|(_, is_behind)| !**is_behind).map(|(report, _)| report);
     if let Some(common) = ahead.next()
-        && ahead.all(|report| report.digest == common.digest)
+        && ahead.all(|report| report.hash == common.hash)
     {
-        let verdict = |(rank, own): (usize, &CallReport)| match own.digest == common.digest {
+        let verdict = |(rank, own): (usize, &CallReport)| match own.hash == common.hash {
             true => Verdict::Again,
             false => {
                 let error = Error::new(
@@ -369,8 +369,8 @@ mod tests {
 
     /// Makes a rank's report: whether it is late, what it calls, its unmatched calls.
     fn report(is_late: bool, what: &str, unmatched: &[&str]) -> CallReport {
-        let unmatched = unmatched.iter().map(|what| digest(what, 0)).collect();
-        CallReport { what: what.to_owned(), attempt: 0, digest: digest(what, 0), is_late, unmatched }
+        let unmatched = unmatched.iter().map(|what| hash(what, 0)).collect();
+        CallReport { what: what.to_owned(), attempt: 0, hash: hash(what, 0), is_late, unmatched }
     }
 
     /// Returns for each rank the end of its message; empty if it waits.

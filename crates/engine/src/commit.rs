@@ -245,7 +245,7 @@ pub fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Result<Vec<
             let message = format!("{}: the committed manifest cannot be read: {}", place(), error.message);
             Error { kind, message, ..error }
         })?;
-        commit.prove(&bytes).map_err(|error| Error::from(error).within(place()))?;
+        commit.verify(&bytes).map_err(|error| Error::from(error).within(place()))?;
         Ok(bytes)
     })
 }

@@ -154,17 +154,17 @@ impl Operation {
 
     /// Makes the first exchange: meets the calls of the other ranks, as [`calls`](crate::calls) describes.
     fn open(&self, contribution: Result<Vec<u8>>, decide: DecideOver<'_>) -> std::result::Result<Vec<u8>, Failed> {
-        let (own, digest) = (self.engine.rank(), self.call.digest());
+        let (own, hash) = (self.engine.rank(), self.call.hash());
         let contribution =
-            contribution.map(|message| [&digest, message.as_slice()].concat()).map_err(|error| error.to_wire());
+            contribution.map(|message| [&hash, message.as_slice()].concat()).map_err(|error| error.to_wire());
         let _waits = self.call.wait();
         let mut is_late = false;
         loop {
             let answer = self.exchange(OPEN, contribution.clone(), self.deadline, &mut |messages| {
-                if messages.iter().any(|message| !message.starts_with(&digest)) {
+                if messages.iter().any(|message| !message.starts_with(&hash)) {
                     return Err(DIFFERENT.to_owned());
                 }
-                decide(&mut messages.iter().map(|message| &message[digest.len()..]))
+                decide(&mut messages.iter().map(|message| &message[hash.len()..]))
             });
             let error = match answer {
                 Ok(bytes) => {
@@ -182,7 +182,7 @@ impl Operation {
                 }
                 Coord::Missing { ranks, sample, waited, .. } if ranks.contains(&own) => {
                     self.call.left_out(own, &ranks);
-                    if sample.starts_with(&digest) || !self.call.take_next() {
+                    if sample.starts_with(&hash) || !self.call.take_next() {
                         return Err(self.fail_unmatched(too_late(&self.call.id().what, own, waited)));
                     }
                     is_late = true;

@@ -147,7 +147,7 @@ impl Retention {
         kept.extend(committed.iter().map(|(step, _)| *step).filter(later));
         let unkept: Vec<&(u64, Commit)> = committed.iter().filter(|(step, _)| !kept.contains(step)).collect();
         let (Some((newest, _)), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
-        prove(&*store, &self.url, *newest, timeout)?;
+        expect_complete(&*store, &self.url, *newest, timeout)?;
         for (step, record) in unkept {
             let dir = step_dir(*step);
             let is_link = entries.iter().any(|entry| entry.name == dir && entry.is_link);
@@ -229,15 +229,15 @@ fn metrics(store: &dyn Store, dir: &str, record: &Commit, timeout: &Timeout) -> 
     Ok(manifest.info.user.iter().filter_map(noted).collect())
 }
 
-/// Proves that the checkpoint of a step is whole: step 1 of the protocol.
+/// Checks that the checkpoint of a step is complete: step 1 of the protocol.
 ///
 /// # Errors
 /// `Corrupt` or `Unsupported` if it is not, and the store's errors.
-pub fn prove(store: &dyn Store, url: &str, step: u64, timeout: &Timeout) -> Result<()> {
+pub fn expect_complete(store: &dyn Store, url: &str, step: u64, timeout: &Timeout) -> Result<()> {
     let (dir, url) = (step_dir(step), runs::step_url(url, step));
-    let proven =
+    let complete =
         retry(timeout, || commit::read_manifest(store, &dir)).and_then(|bytes| are_there(store, &dir, &bytes, timeout));
-    proven.map_err(|error| match error.kind {
+    complete.map_err(|error| match error.kind {
         Kind::Corrupt | Kind::Unsupported => Error::new(
             error.kind,
             format!(

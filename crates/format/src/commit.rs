@@ -90,7 +90,7 @@ impl Commit {
     ///
     /// # Errors
     /// `Corrupt`, naming the file and both sizes or digests.
-    pub fn prove(&self, manifest: &[u8]) -> Result<(), Error> {
+    pub fn verify(&self, manifest: &[u8]) -> Result<(), Error> {
         let Commit { manifest: name, manifest_bytes: expected, .. } = self;
         if manifest.len() as u64 != *expected {
             return Err(Error::Corrupt(format!("{name}: expected {expected} bytes, found {}", manifest.len())));

@@ -83,7 +83,7 @@ impl Limit {
 pub struct Copying {
     /// Limit of the rate at which the source is read.
     pub limit: Limit,
-    /// `true` to prove the bytes of existing files, too.
+    /// `true` to verify the bytes of existing files, too.
     pub verify: bool,
 }
 
@@ -218,7 +218,7 @@ impl<'a> Copy<'a> {
             record => record?,
         };
         let expected = Manifest::under_attempt(self.bytes, &record.attempt)?;
-        if record.prove(&expected).is_ok() {
+        if record.verify(&expected).is_ok() {
             return Ok(Some(record));
         }
         let to = self.to;

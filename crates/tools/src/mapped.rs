@@ -66,7 +66,7 @@ impl Mapped {
         let views = manifest.regions(leaf).map(|(region, extent)| {
             let file = self.file(extent.file)?;
             let range = extent.offset..extent.offset + extent.bytes;
-            self.prove(extent.file, &file, range.clone())
+            self.verify(extent.file, &file, range.clone())
                 .map_err(|error| error.within(format!("{}: tensor {}", self.checkpoint.url(), name())))?;
             Ok(View { region, file, bytes: range.start as usize..range.end as usize })
         });
@@ -88,7 +88,7 @@ impl Mapped {
         Ok(Arc::clone(file.insert(Arc::new(File { mapping, open, proven }))))
     }
 
-    fn prove(&self, number: u32, file: &File, range: Range<u64>) -> Result<()> {
+    fn verify(&self, number: u32, file: &File, range: Range<u64>) -> Result<()> {
         let header = &file.open.header;
         let blocks =
             (range.start - header.data_start) / BLOCK_BYTES..(range.end - header.data_start).div_ceil(BLOCK_BYTES);

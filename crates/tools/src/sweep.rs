@@ -257,7 +257,7 @@ impl Sweep<'_> {
         let (steps, _) = runs::list_in(self.store, self.url, self.timeout)?;
         let newest = steps.iter().rfind(|step| matches!(step.commit, Ok(Some(_))));
         let newest = newest.ok_or_else(|| Error::new(Kind::NotFound, "the run has no committed one"))?;
-        retention::prove(self.store, self.url, newest.step, self.timeout)
+        retention::expect_complete(self.store, self.url, newest.step, self.timeout)
     }
 
     /// Performs step 3: uploads of own files. Those below a place that was changed recently may be a copy's.

@@ -135,7 +135,7 @@ fn run(
     let total = data_bytes(&manifest);
     let run = Run {
         spans: Spans::new(&manifest),
-        unproven: Mutex::default(),
+        unverified: Mutex::default(),
         findings,
         progress,
         total,
@@ -242,7 +242,7 @@ struct Run<'a> {
     manifest: &'a Manifest,
     spans: Spans,
     /// Files that cannot be opened or have another header: their blocks cannot be checked.
-    unproven: Mutex<HashSet<u32>>,
+    unverified: Mutex<HashSet<u32>>,
     findings: Findings<'a>,
     progress: &'a (dyn Fn(u64, u64) + Sync),
     total: u64,
@@ -295,7 +295,7 @@ impl Run<'_> {
         let entry = &self.manifest.files()[file as usize];
         let end = entry.bytes;
         let starts = (entry.data_start..end).step_by(bytes as usize);
-        let blocks = starts.take_while(move |_| !self.unproven().contains(&file));
+        let blocks = starts.take_while(move |_| !self.unverified().contains(&file));
         let blocks = blocks.map(move |start| Task::Blocks(file, start..end.min(start.saturating_add(bytes))));
         std::iter::once(Task::Header(file)).chain(blocks)
     }
@@ -306,7 +306,7 @@ impl Run<'_> {
         let header = match files.open(file) {
             Ok(open) => open,
             Err(error) => {
-                self.unproven().insert(file);
+                self.unverified().insert(file);
                 if self.ends(&error) {
                     return;
                 }
@@ -363,7 +363,7 @@ impl Run<'_> {
     /// Checks the checksums of the blocks in the range. If the range cannot be read, it tries its parts one by one.
     fn check_blocks(&self, checkpoint: &Checkpoint, file: u32, range: Range<u64>) {
         // The header's check reports damage of the file as a whole.
-        if self.unproven().contains(&file) {
+        if self.unverified().contains(&file) {
             return;
         }
         let Ok(open) = checkpoint.files.open(file) else { return };
@@ -411,8 +411,8 @@ impl Run<'_> {
         is_over
     }
 
-    fn unproven(&self) -> MutexGuard<'_, HashSet<u32>> {
-        self.unproven.lock().unwrap_or_else(PoisonError::into_inner)
+    fn unverified(&self) -> MutexGuard<'_, HashSet<u32>> {
+        self.unverified.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Checks that every undamaged value can be decoded, and refers to tensors that exist.

@@ -6,7 +6,7 @@ const BLOCK: usize = BLOCK_BYTES as usize;
 
 /// Error of a block whose bytes are not the saved ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Unproven;
+pub(crate) struct Unverified;
 
 /// Whole blocks of a file, and which of them are verified.
 pub(crate) struct Blocks<'a> {
@@ -30,13 +30,13 @@ impl<'a> Blocks<'a> {
     ///
     /// # Errors
     /// When its bytes are not the saved ones.
-    pub(crate) fn prove(&mut self, at: usize, bytes_max: usize) -> Result<(usize, &'a [u8]), Unproven> {
+    pub(crate) fn verify(&mut self, at: usize, bytes_max: usize) -> Result<(usize, &'a [u8]), Unverified> {
         let number = at / BLOCK;
         if self.seen[number].is_none() {
             self.saw(number, crc64(self.block(number)));
         }
         let rest = &self.block(number)[at % BLOCK..];
-        if self.seen[number] == Some(true) { Ok((number, &rest[..rest.len().min(bytes_max)])) } else { Err(Unproven) }
+        if self.seen[number] == Some(true) { Ok((number, &rest[..rest.len().min(bytes_max)])) } else { Err(Unverified) }
     }
 
     /// Checks a block, unless it was checked before.

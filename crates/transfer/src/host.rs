@@ -3,7 +3,7 @@
 use shardfast_format::Dims;
 use smallvec::SmallVec;
 
-use crate::blocks::{Blocks, Unproven};
+use crate::blocks::{Blocks, Unverified};
 use crate::copy_crc::{STREAMED_BYTES_MIN, copy, copy_and_look, settle};
 use crate::error::{Error, Result};
 
@@ -69,13 +69,13 @@ impl HostSink {
         src_strides: &[u64],
         blocks: &mut Blocks<'_>,
         at: usize,
-    ) -> std::result::Result<(), Unproven> {
+    ) -> std::result::Result<(), Unverified> {
         let mut ended = Ok(());
         self.for_each_run(offsets, lengths, src_strides, |address, from, bytes| {
             let mut done = 0;
             while done < bytes && ended.is_ok() {
-                let Ok((block, now)) = blocks.prove(at + from + done, bytes - done) else {
-                    ended = Err(Unproven);
+                let Ok((block, now)) = blocks.verify(at + from + done, bytes - done) else {
+                    ended = Err(Unverified);
                     return;
                 };
                 let to = (address + done) as *mut u8;

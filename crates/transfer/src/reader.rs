@@ -10,7 +10,7 @@ use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc
 use shardfast_plan::{Limits, Piece, Read};
 use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
-use crate::blocks::Unproven;
+use crate::blocks::Unverified;
 use crate::error::{Error, FirstFailure, Kind, Result, retry};
 use crate::provider::Fences;
 use crate::sink::Sink;
@@ -306,7 +306,7 @@ impl OpenFile {
         offset: u64,
         pieces: impl IntoIterator<Item = &'p Piece>,
         sinks: &[&Sink],
-    ) -> std::result::Result<(), Unproven> {
+    ) -> std::result::Result<(), Unverified> {
         let first = ((offset - self.header.data_start) / BLOCK_BYTES) as usize;
         let expected = &self.header.block_crcs[first..first + blocks.len().div_ceil(BLOCK_BYTES as usize)];
         verify_block::place(blocks, offset, expected, pieces, sinks)

@@ -3,7 +3,7 @@
 
 use shardfast_plan::Piece;
 
-use crate::blocks::{Blocks, Unproven};
+use crate::blocks::{Blocks, Unverified};
 use crate::sink::Sink;
 
 /// Places all pieces that go into this process's memory. `bytes` are whole blocks, the first of which lies at `start`
@@ -17,7 +17,7 @@ pub(crate) fn place<'p>(
     expected: &[u64],
     pieces: impl IntoIterator<Item = &'p Piece>,
     sinks: &[&Sink],
-) -> Result<(), Unproven> {
+) -> Result<(), Unverified> {
     let mut blocks = Blocks::new(bytes, expected);
     for piece in pieces {
         let at = (piece.src - start) as usize;
@@ -89,7 +89,7 @@ mod tests {
         bytes[2 * BLOCK + 5] ^= 1;
         let mut run = vec![0xee; 4 * BLOCK];
         let pieces = [piece(0, 999, &[4 * BLOCK as u64], &[1])];
-        assert_eq!(place(&bytes, START, &expected, &pieces, &[&sink(&mut run, &[4 * BLOCK as u64])]), Err(Unproven));
+        assert_eq!(place(&bytes, START, &expected, &pieces, &[&sink(&mut run, &[4 * BLOCK as u64])]), Err(Unverified));
         assert!(run[..2 * BLOCK - 999] == bytes[999..2 * BLOCK]);
         assert!(run[2 * BLOCK - 999..].iter().all(|&byte| byte == 0xee));
     }
@@ -104,7 +104,7 @@ mod tests {
         let pieces = [piece(0, 7, &[2], &[2 * BLOCK as u64]), piece(1, BLOCK, &[10], &[1])];
         assert_eq!(place(&bytes, START, &expected, &pieces[..1], &sinks), Ok(()));
         assert_eq!(ends, [bytes[7], bytes[2 * BLOCK + 7]]);
-        assert_eq!(place(&bytes, START, &expected, &pieces, &sinks), Err(Unproven));
+        assert_eq!(place(&bytes, START, &expected, &pieces, &sinks), Err(Unverified));
         assert!(middle.iter().all(|&byte| byte == 0xee));
     }
 }

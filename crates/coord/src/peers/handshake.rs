@@ -1,4 +1,4 @@
-//! Proves to two ranks that a connection is theirs: steps 2 and 3 of the protocol.
+//! Authenticates two ranks to each other on a new connection: steps 2 and 3 of the protocol.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -47,7 +47,7 @@ pub(super) fn abstract_path(name: &str) -> String {
     format!("\0shardfast-{name}")
 }
 
-/// Connects to a rank and proves this one.
+/// Connects to a rank and authenticates this one.
 pub(super) async fn connect(this: This, rank: u32, address: String) -> Result<(u32, Link), Error> {
     let unreachable = |cause: &dyn std::fmt::Display| {
         Error::Unavailable(format!("rank {} cannot connect to rank {rank} at {address}: {cause}", this.rank))
@@ -76,7 +76,7 @@ pub(super) async fn connect(this: This, rank: u32, address: String) -> Result<(u
     }
 }
 
-/// Proves this rank to the other side; returns whether that is `rank` of this meeting.
+/// Authenticates this rank to the other side; returns whether that is `rank` of this meeting.
 async fn introduce(this: &This, rank: u32, link: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> std::io::Result<bool> {
     let (mut theirs, mut proof) = ([0; NONCE_BYTES], [0; PROOF_BYTES]);
     link.read_exact(&mut theirs).await?;

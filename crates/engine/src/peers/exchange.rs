@@ -277,7 +277,7 @@ impl Shared<'_> {
         let (packed, returned) = match body {
             Body::Message { message, bytes, crc } => {
                 let mismatch = |found| failed(format!("expected CRC-64 {crc:016x}, found {found:016x}"));
-                (Body::proven(message, bytes, *crc).map_err(mismatch)?, None)
+                (Body::verified(message, bytes, *crc).map_err(mismatch)?, None)
             }
             Body::Window { at, bytes } => {
                 let view = self.neighbours.views.get(from);

@@ -19,7 +19,7 @@ fn a_record_comes_back() {
     let manifest = sample::manifest().encode();
     let commit = sample::commit(&manifest);
     assert_eq!(Commit::decode(&commit.encode()).unwrap(), commit);
-    commit.prove(&manifest).unwrap();
+    commit.verify(&manifest).unwrap();
 }
 
 #[test]
@@ -52,11 +52,11 @@ fn every_flipped_bit_of_the_manifest_is_caught() {
     let mut damaged = manifest.clone();
     for bit in 0..manifest.len() * 8 {
         damaged[bit / 8] ^= 1 << (bit % 8);
-        assert!(matches!(commit.prove(&damaged), Err(Error::Corrupt(_))), "bit {bit}");
+        assert!(matches!(commit.verify(&damaged), Err(Error::Corrupt(_))), "bit {bit}");
         damaged[bit / 8] ^= 1 << (bit % 8);
     }
-    assert!(commit.prove(&manifest[..manifest.len() - 1]).is_err());
-    assert!(commit.prove(&[&manifest[..], b" "].concat()).is_err());
+    assert!(commit.verify(&manifest[..manifest.len() - 1]).is_err());
+    assert!(commit.verify(&[&manifest[..], b" "].concat()).is_err());
 }
 
 #[test]

@@ -168,7 +168,7 @@ fn a_commit_record() {
     let commit = sample::commit(b"the manifest");
     assert_eq!(String::from_utf8(commit.encode()).unwrap(), COMMIT);
     assert_eq!(Commit::decode(COMMIT.as_bytes()).unwrap(), commit);
-    commit.prove(b"the manifest").unwrap();
+    commit.verify(b"the manifest").unwrap();
 }
 
 #[test]

@@ -164,7 +164,7 @@ fn the_example_reads_back() {
     let files = example();
     let commit = Commit::decode(&files[COMMIT]).unwrap();
     let manifest = &files[&commit.manifest];
-    commit.prove(manifest).unwrap();
+    commit.verify(manifest).unwrap();
     let manifest = Manifest::decode(manifest).unwrap();
     assert_eq!(manifest.len(), 3);
     assert_eq!(manifest.files()[2].path, data_file("extra", ATTEMPT, 0, 0).unwrap());

@@ -44,7 +44,7 @@ pub(super) fn each_piece(
                     }
                     let range = offset..file.bytes.min(offset + piece_bytes);
                     limit.wait(range.end - range.start);
-                    if let Err(error) = proven(files, number, file, range).and_then(|piece| take(offset, &piece)) {
+                    if let Err(error) = verified(files, number, file, range).and_then(|piece| take(offset, &piece)) {
                         failure.set(error);
                     }
                 }
@@ -55,7 +55,7 @@ pub(super) fn each_piece(
 }
 
 /// Reads a range of a file with all blocks that it touches, and proves them.
-fn proven(files: &Files, number: u32, file: &FileEntry, range: Range<u64>) -> Result<Piece> {
+fn verified(files: &Files, number: u32, file: &FileEntry, range: Range<u64>) -> Result<Piece> {
     let start = file.data_start;
     let first = if range.start < start { 0 } else { start + (range.start - start) / BLOCK_BYTES * BLOCK_BYTES };
     let end = match range.end.checked_sub(start) {
@@ -68,7 +68,7 @@ fn proven(files: &Files, number: u32, file: &FileEntry, range: Range<u64>) -> Re
     // So that the range itself begins at an aligned address.
     let skipped = memory[ahead..].as_ptr().align_offset(ALIGNMENT);
     let read = skipped..skipped + length;
-    read_proven(files, number, first, &mut memory[read])?;
+    read_verified(files, number, first, &mut memory[read])?;
     let bytes = (range.end - range.start) as usize;
     let begin = skipped + ahead;
     memory[begin + bytes..].fill(0);
@@ -76,7 +76,7 @@ fn proven(files: &Files, number: u32, file: &FileEntry, range: Range<u64>) -> Re
 }
 
 /// Reads a range that begins with the file or with a block, and ends with the header or a block, and proves it.
-fn read_proven(files: &Files, number: u32, offset: u64, bytes: &mut [u8]) -> Result<()> {
+fn read_verified(files: &Files, number: u32, offset: u64, bytes: &mut [u8]) -> Result<()> {
     let range = offset..offset + bytes.len() as u64;
     let mut open = files.read_from(number, &range, |open| open.object.read_at(offset, bytes))?;
     let mut again = false;

@@ -53,7 +53,7 @@ pub(super) enum Body {
 
 impl Body {
     /// Returns the bytes of the message; or the CRC-64 that was found, if it differs.
-    pub(super) fn proven<'a>(message: &'a [u8], bytes: &Range<usize>, crc: u64) -> std::result::Result<&'a [u8], u64> {
+    pub(super) fn verified<'a>(message: &'a [u8], bytes: &Range<usize>, crc: u64) -> std::result::Result<&'a [u8], u64> {
         let head = &message[bytes.start - SEGMENT_HEAD_BYTES..bytes.start - 8];
         match segment_crc(head, &message[bytes.clone()]) {
             found if found == crc => Ok(&message[bytes.clone()]),
@@ -193,7 +193,7 @@ mod tests {
         let [carried, shown] = &parsed.segments[..] else { panic!("two segments") };
         assert!([carried, shown].iter().all(|s| (s.from, s.file, &s.chunk) == (3, 1, &(4096..8192))));
         let Body::Message { message, bytes, crc } = &carried.body else { panic!("bytes follow") };
-        assert_eq!(Body::proven(message, bytes, *crc), Ok(&b"abc"[..]));
+        assert_eq!(Body::verified(message, bytes, *crc), Ok(&b"abc"[..]));
         assert!(matches!(shown.body, Body::Window { at: 0x10_0000, bytes: 5 }));
     }
 
@@ -203,7 +203,7 @@ mod tests {
         let is_refused = |message: Vec<u8>| match parse(3, message, &FILES, "here") {
             Err(error) => error.message.starts_with("here: the message of rank 3, which reads for this one, "),
             Ok(parsed) => parsed.segments.iter().any(|segment| match &segment.body {
-                Body::Message { message, bytes, crc } => Body::proven(message, bytes, *crc).is_err(),
+                Body::Message { message, bytes, crc } => Body::verified(message, bytes, *crc).is_err(),
                 Body::Window { .. } => false,
             }),
         };

@@ -142,7 +142,9 @@ impl Calls {
         drop(state);
         let text = |(call, waited): (Arc<CallId>, Duration)| {
             let who = not_come(&absent(call.number()), verb(&call.what))?;
-            Some(format!("{}: {who} after {:.0} s", call.what, waited.as_secs_f64()))
+            // A refusal has no description: it takes the place of any call.
+            let what = if call.what.is_empty() { "a call that failed on this rank" } else { &call.what };
+            Some(format!("{what}: {who} after {:.0} s", waited.as_secs_f64()))
         };
         (overdue.into_iter().filter_map(text).collect(), waits)
     }
@@ -290,7 +292,8 @@ fn not_come(absent: &Absent, verb: &str) -> Option<String> {
 /// Returns the verb that a user called.
 fn verb(what: &str) -> &str {
     match what.split_once(' ').map_or(what, |(verb, _)| verb) {
-        "open" | "match" => "load",
+        "open" | "match" | "install" => "load",
+        "" => "it",
         verb => verb,
     }
 }
@@ -371,6 +374,20 @@ mod tests {
     fn report(is_late: bool, what: &str, unmatched: &[&str]) -> CallReport {
         let unmatched = unmatched.iter().map(|what| hash(what, 0)).collect();
         CallReport { what: what.to_owned(), attempt: 0, hash: hash(what, 0), is_late, unmatched }
+    }
+
+    #[test]
+    fn a_wait_names_the_call_also_one_that_failed_here() {
+        let calls = Arc::<Calls>::default();
+        let absent = |_| Absent { ranks: vec![1, 2], among: Vec::new() };
+        for (what, said) in [
+            ("install runs/a", "install runs/a: ranks 1-2 have not called load after 0 s"),
+            ("", "a call that failed on this rank: ranks 1-2 have not called it after 0 s"),
+        ] {
+            let call = calls.begin(what.to_owned(), String::new());
+            let _waits = call.wait();
+            assert_eq!(calls.overdue(Duration::ZERO, absent).0, [said]);
+        }
     }
 
     /// Returns for each rank the end of its message; empty if it waits.

@@ -53,7 +53,11 @@ pub(super) enum Body {
 
 impl Body {
     /// Returns the bytes of the message; or the CRC-64 that was found, if it differs.
-    pub(super) fn verified<'a>(message: &'a [u8], bytes: &Range<usize>, crc: u64) -> std::result::Result<&'a [u8], u64> {
+    pub(super) fn verified<'a>(
+        message: &'a [u8],
+        bytes: &Range<usize>,
+        crc: u64,
+    ) -> std::result::Result<&'a [u8], u64> {
         let head = &message[bytes.start - SEGMENT_HEAD_BYTES..bytes.start - 8];
         match segment_crc(head, &message[bytes.clone()]) {
             found if found == crc => Ok(&message[bytes.clone()]),

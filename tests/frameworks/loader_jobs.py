@@ -9,6 +9,7 @@ from pathlib import Path
 import shardfast as sf
 import torch
 import torch.distributed as dist
+from shardfast import adapters
 from shardfast.data import Stream
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -91,6 +92,14 @@ class _Iterator:
     def load_state_dict(self, state):
         self._inner.load_state_dict(state)
         self._tokens = None
+
+
+def of_all_ranks(loader):
+    """Declares a loader of one of several data ranks as the only one: all are in this process, at one position."""
+    stands = adapters.stands_for(loader)
+    one = sf.Stateful(stands.state_dict, stands.load_state_dict)
+    one.check = stands.check
+    return sf.Sharded(one, 0, 1)
 
 
 KINDS = {"packed": Packed, "opaque": Opaque, "iterating": Iterating}

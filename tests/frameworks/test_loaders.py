@@ -12,7 +12,6 @@ import loader_jobs as jobs
 import pytest
 import shardfast as sf
 import torch
-import torchdata.stateful_dataloader.sampler
 from datasets.distributed import split_dataset_by_node
 from loader_jobs import Packed
 from shardfast.data import DistributedSampler, Stream
@@ -232,7 +231,7 @@ def sampled(size, ranks, workers, batch, *, epoch=0, resume=None, batches=None, 
         loaders.append(loader)
     for loader in loaders:
         if resume is not None:
-            sf.load(resume, {"dataloader": sf.Sharded(loader, 0, 1)})
+            sf.load(resume, {"dataloader": jobs.of_all_ranks(loader)})
         loader.sampler.set_epoch(epoch)
     its = [iter(loader) for loader in loaders]
     got = []
@@ -267,7 +266,7 @@ def test_a_sampler_goes_on_under_other_ranks_workers_and_batches(tmp_path):
             read, loader = sampled(size, ranks, workers, batch, resume=resume, batches=dice.randint(1, 3))
             got += itertools.chain(*read)
             resume = str(tmp_path / f"{number}-{step}")
-            sf.save(resume, {"dataloader": sf.Sharded(loader, 0, 1)})
+            sf.save(resume, {"dataloader": jobs.of_all_ranks(loader)})
         got += itertools.chain(*sampled(size, 1, 0, 5, resume=resume)[0])
         assert sorted(got) == whole
 
@@ -275,7 +274,7 @@ def test_a_sampler_goes_on_under_other_ranks_workers_and_batches(tmp_path):
 def test_a_sampler_counts_batches_behind_the_last_snapshot(tmp_path):
     place = str(tmp_path / "a")
     read, loader = sampled(60, 2, 2, 3, batches=5, every=3)
-    sf.save(place, {"dataloader": sf.Sharded(loader, 0, 1)})
+    sf.save(place, {"dataloader": jobs.of_all_ranks(loader)})
     rest = sampled(60, 3, 1, 2, resume=place)[0]
     assert sorted(itertools.chain(*read, *rest)) == list(range(60))
 
@@ -285,7 +284,7 @@ def test_a_sampler_at_an_epochs_end(tmp_path):
     for workers, drop_last in itertools.product((0, 2), (True, False)):
         read, loader = sampled(11, 3, workers, 2, drop_last=drop_last, batches=2)
         assert len(read) == 6
-        sf.save(place, {"dataloader": sf.Sharded(loader, 0, 1)})
+        sf.save(place, {"dataloader": jobs.of_all_ranks(loader)})
         same = sampled(11, 3, workers, 2, drop_last=drop_last, resume=place)[0]
         assert not same  # the epoch that was announced has ended
         next_one = sampled(11, 3, workers, 2, drop_last=drop_last, resume=place, epoch=1)[0]
@@ -451,25 +450,6 @@ def test_an_epoch_that_is_announced_and_not_begun_is_whole_after_a_load(tmp_path
     sf.load(str(tmp_path / "a"), {"data": sf.Sharded(again, 0, 1)})
     again.sampler.set_epoch(1)
     assert [one.tolist() for one in again] == [one.tolist() for one in expected]
-
-
-def test_a_batch_sampler_without_a_state_is_named(tmp_path):
-    def made(kind, workers):
-        sampler = DistributedSampler(list(range(10)), 1, 0)
-        return StatefulDataLoader(list(range(10)), batch_sampler=kind(sampler, 2, False), num_workers=workers)
-
-    for kind in (torch.utils.data.BatchSampler, torchdata.stateful_dataloader.sampler.BatchSampler):
-        loader = made(kind, 0)
-        got = next(iter(loader)).tolist()
-        place = str(tmp_path / kind.__module__)
-        sf.save(place, {"data": sf.Sharded(loader, 0, 1)})
-        if kind is torch.utils.data.BatchSampler:
-            with pytest.raises(sf.Invalid, match=r"torch\.utils\.data\.sampler\.BatchSampler .take torchdata"):
-                sf.load(place, {"data": sf.Sharded(made(kind, 1), 0, 1)})
-        else:
-            again = made(kind, 1)
-            sf.load(place, {"data": sf.Sharded(again, 0, 1)})
-            assert sorted(got + torch.cat(list(again)).tolist()) == list(range(10))
 
 
 def test_a_loader_as_it_is_needs_as_many_workers(tmp_path):

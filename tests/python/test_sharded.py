@@ -295,3 +295,77 @@ def test_parts_that_depend_on_the_rank_are_refused(ranks, tmp_path):
     for error, units in ranks(2)(splits_by_rank, str(tmp_path / "a")):
         assert "loader/value: split() made other parts of unit 0 on another rank" in error
         assert units == []
+
+
+class Renaming(Splitting):
+    """Splits a unit into parts with ids of its choice."""
+
+    def __init__(self, units=(), ids=None):
+        super().__init__(units)
+        self.ids = ids
+
+    def split(self, unit, count):
+        return [{**part, "id": one} for part, one in zip(super().split(unit, count), self.ids[unit["id"]], strict=True)]
+
+
+def renames(rank, world, place, ids):
+    loader = Renaming(ids=ids)
+    return error_of(sf.load, place, {"loader": sf.Sharded(loader, rank, world)}), [unit["id"] for unit in loader.units]
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ({("a", 1): [("a", 1), 3]}, [("a", 1), 3, "b"]),
+        ({("a", 1): [1, "b"], "b": [2, 3]}, [1, "b", 2, 3]),  # the unit of that id is split, too
+        ({("a", 1): ["b", 3]}, None),
+        ({("a", 1): [1, 2], "b": [2, 3]}, None),
+    ],
+)
+def test_parts_have_ids_of_their_own_on_all_ranks(ranks, tmp_path, ids, found):
+    two = [{"range": (0, 100), "weight": 100, "id": ("a", 1)}, {"range": (100, 200), "weight": 100, "id": "b"}]
+    sf.save(tmp_path / "a", {"loader": sf.Sharded(Renaming(two), 0, 1)})
+    for error, own in ranks(2 + len(ids))(renames, str(tmp_path / "a"), ids):
+        if found is None:
+            assert "loader/value: behind split(), units" in error
+            assert "have one id, " in error
+            assert "give each part an id of its own" in error
+            assert own == []
+        else:
+            assert (error, own) == ("", [found.pop(0)])
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ("a", "str of no state"),
+        (None, "NoneType of no state"),
+        ([print], "list of builtin_function_or_method"),
+        ([], "list"),
+    ],
+)
+def test_a_function_that_makes_no_states_is_refused(ranks, tmp_path, made, found):
+    ranks(2)(saves, str(tmp_path), 2, "opaque")
+    loader = Loader()
+    state = {"dataloader": sf.Sharded(loader, 0, 1, reshard=lambda states, count: made), "extra": {"step": 0}}
+    error = error_of(sf.load, tmp_path / "opaque", state)
+    assert f"dataloader: reshard() made a {found}" in error
+    assert "expected a list of states, one for each piece" in error
+    assert loader.units == []
+
+
+def test_a_value_is_a_piece_in_the_save_and_in_the_load(tmp_path):
+    for wrapped in (lambda value: value, sf.PerRank):
+        loader = Loader([1])
+        place = tmp_path / wrapped.__name__
+        sf.save(place / "piece", {"loader": sf.Sharded(loader, 0, 1)})
+        sf.save(place / "plain", {"loader": wrapped(loader)})
+        into = Loader()
+        error = error_of(sf.load, place / "piece", {"loader": wrapped(into)})
+        assert "loader/value was saved in 1 pieces: load it as shardfast.Sharded(value, index, count)" in error
+        error = error_of(sf.load, place / "plain", {"loader": sf.Sharded(into, 0, 1)})
+        assert "loader/value was saved without shardfast.Sharded: load it without, and save it in Sharded" in error
+        assert into.units == []
+        sf.load(place / "plain", {"loader": sf.Sharded(into, 0, 1)}, strict=False)
+        sf.load(place / "plain", {"loader": wrapped(into)})
+        assert into.units == [1]

@@ -110,6 +110,8 @@ def test_a_history_of_saves_kills_and_layouts_reads_each_number_once(seed):
     [
         ({"units": [], "other": 1, "replicated": 0}, 'expected {"replicated"'),
         ({"units": {}, "replicated": 0}, "found a dict as units"),
+        ({"units": []}, 'no other key: it lacks "replicated", which is {} if pieces share nothing'),
+        ({"units": [], "own": 1}, 'no other key: it lacks "replicated"'),
         ({"units": [{"weight": -1}], "replicated": 0}, "expected a whole number from 0 on"),
         ({"units": [{"weight": True}], "replicated": 0}, "expected a whole number from 0 on"),
         ({"units": [{"id": [1]}, {"id": [1]}], "replicated": 0}, r"units 0 and 1 have one id, \[1\]"),
@@ -126,3 +128,8 @@ def test_a_split_that_changes_samples_is_refused():
         units.split(unit, 2, lambda unit, n: [{"weight": 5}, {"weight": 4}])
     with pytest.raises(Refused, match="made 3 units"):
         units.split(unit, 2, lambda unit, n: [{"weight": 5}, {"weight": 4}, {"weight": 1}])
+    with pytest.raises(
+        Refused, match=r"split\(unit, 2\): of the parts, units 0 and 1 have one id, 7: .* give each an id"
+    ):
+        units.split(unit, 2, lambda unit, n: [{"id": 7, "weight": 5}, {"id": 7, "weight": 5}])
+    assert units.split({"id": 7, "weight": 1}, 2, lambda unit, n: [unit]) == [{"id": 7, "weight": 1}]

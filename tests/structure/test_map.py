@@ -94,7 +94,14 @@ CRATE_LINES_MAX = {
     "coord": 4400,  # 4,300, rounded up from 4,358
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
-PYTHON_LINES_MAX = {"": 2700, "state": 5150, "capture": 750, "adapters": 6600, "data": 920, "integrations": 5100}
+PYTHON_LINES_MAX = {
+    "": 2700,
+    "state": 5170,  # 5,150 and units whose ids clash behind split(), pieces that were saved as none
+    "capture": 750,
+    "adapters": 6600,
+    "data": 1080,  # 920 and refusals: of positions that are not known, or those of another sampler, order or dataset
+    "integrations": 5100,
+}
 PYTHON_KITS = {"python/shardfast/testing.py"}
 
 

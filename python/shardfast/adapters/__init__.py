@@ -61,7 +61,7 @@ def stands_for(value: object) -> Stateful | None:
 
 
 def expect_unused(value: object) -> None:
-    """Refuses a load into a data loader whose iterator the program would go on with.
+    """Refuses a load into a data loader, or a sampler of ours, whose iterator the program would go on with.
 
     Raises:
         Refused: It is one.
@@ -69,6 +69,15 @@ def expect_unused(value: object) -> None:
     loaders = _loaders()
     if loaders is not None:
         loaders.expect_unused(value)
+    own = getattr(value, "expect_unused", None)
+    if callable(own):
+        own()
+
+
+def expect_positions(values: Iterable[tuple[str, object, object]]) -> None:
+    """Refuses samplers of ours whose position is not known; see :func:`shardfast.data.sampler.expect_positions`."""
+    if "shardfast.data.sampler" in sys.modules:
+        _data("sampler").expect_positions(values)
 
 
 def expect_save(values: Iterable[object], steps: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import operator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,12 +13,24 @@ import torch.distributed as dist
 
 from ..errors import Invalid
 from ..state.catalog import Refused
+from ..state.stateful import Sharded
 
 _log = logging.getLogger("shardfast")
 
 _AT_ONCE = 4096
 
-_KEYS = {"epoch", "consumed", "length", "seed", "shuffle"}
+_BATCHES = "torchdata.stateful_dataloader.sampler"
+"""The module of the batch sampler whose iterator says how much of a sampler it has read."""
+
+KEYS = {"epoch", "consumed", "length", "seed", "shuffle"}
+
+
+class _Pass:
+    """An iteration that has begun; it lives until that has ended, or is dropped."""
+
+
+_newest: weakref.WeakKeyDictionary[DistributedSampler, weakref.ref[_Pass]] = weakref.WeakKeyDictionary()
+"""By sampler its newest pass; beside the sampler, which stays one that can be copied."""
 
 
 class DistributedSampler:
@@ -28,6 +42,7 @@ class DistributedSampler:
 
     In a ``StatefulDataLoader`` the samples count that the training got, not those that workers have read ahead. After a
     load the first iteration gives the rest of the epoch; ``set_epoch()`` with another epoch drops it, with a warning.
+    A subclass with an ``__iter__`` of its own is refused by saves and loads: it may read ahead of what it gives out.
 
     Args:
         dataset: What has a length.
@@ -39,7 +54,7 @@ class DistributedSampler:
             first samples come again there.
 
     Raises:
-        Invalid: ``rank`` is no rank of ``num_replicas``.
+        Invalid: ``rank`` is no rank of ``num_replicas``, or an argument is of another kind.
     """
 
     def __init__(
@@ -51,15 +66,20 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-        self.rank = dist.get_rank() if rank is None else rank
+        if (num_replicas is None or rank is None) and not (dist.is_available() and dist.is_initialized()):
+            raise Invalid("DistributedSampler: expected num_replicas and rank, or a process group; found none of them")
+        self.num_replicas = dist.get_world_size() if num_replicas is None else _whole("num_replicas", num_replicas)
+        self.rank = dist.get_rank() if rank is None else _whole("rank", rank)
+        if not hasattr(dataset, "__len__"):
+            found = f"found {type(dataset).__name__}: give its loader units (docs: Data loaders)"
+            raise Invalid(f"DistributedSampler(dataset): expected a dataset with a length, {found}")
         if not 0 <= self.rank < self.num_replicas:
             raise Invalid(
                 f"DistributedSampler(num_replicas={num_replicas!r}, rank={rank!r}): expected one of the ranks"
             )
         self.dataset = dataset
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = _whole("seed", seed)
         self.drop_last = drop_last
         self.epoch = 0
         # How far the newest iteration is, in samples of all ranks, of which epoch it is, and where the next one begins.
@@ -77,7 +97,8 @@ class DistributedSampler:
         return (samples + extra) // self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, from which the order follows."""
+        """Sets the epoch, from which the order of the next iteration follows."""
+        epoch = _whole("epoch", epoch)
         if epoch != self.epoch and self._resumed is not None:
             if self._resumed < len(self.dataset):
                 _log.warning(
@@ -88,8 +109,6 @@ class DistributedSampler:
                     len(self.dataset),
                 )
             self._resumed = None
-        if epoch != self.epoch:
-            self._consumed = 0
         self.epoch = epoch
         self._is_announced = True
 
@@ -97,6 +116,8 @@ class DistributedSampler:
         """This rank's samples; after a load the rest of them."""
         # Loaders call iter() several times before they draw, so the position is taken with the first sample.
         length = len(self.dataset)
+        this = _Pass()
+        _newest[self] = weakref.ref(this)
         begun, self._resumed = self._resumed or 0, None
         if not self._share(length - begun) and not self._is_announced:
             begun = 0  # the epoch had ended, and no other one is announced: the next one
@@ -119,13 +140,27 @@ class DistributedSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """How much of the epoch's order was given out. All ranks say the same when they are at the same sample."""
+        # An epoch that is announced counts once it is read: as long as another one is, that is the position.
+        is_announced = self.epoch != self._iterated and not (self._is_read() and self._consumed < len(self.dataset))
         return {
-            "epoch": self.epoch,
-            "consumed": self._consumed,
+            "epoch": self.epoch if is_announced else self._iterated,
+            "consumed": 0 if is_announced else self._consumed,
             "length": len(self.dataset),
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
+
+    def _is_read(self) -> bool:
+        return self in _newest and _newest[self]() is not None
+
+    def expect_unused(self) -> None:
+        """Refuses a load while an iteration goes on, which would not move.
+
+        Raises:
+            Refused: One does.
+        """
+        if self._is_read():
+            raise Refused("its iterator was made before this load and has the old position: load before iter()")
 
     def is_begun(self, state: dict[str, Any]) -> bool:
         """Whether a state is of the epoch of the newest iteration, and not of one that was announced since."""
@@ -141,9 +176,10 @@ class DistributedSampler:
             self.check(state)
         except Refused as refused:
             raise Invalid(f"DistributedSampler: {refused}") from refused
-        self.epoch = state["epoch"]
+        self.epoch = self._iterated = state["epoch"]
         self._consumed = self._resumed = state["consumed"]
         self._is_announced = False
+        _newest.pop(self, None)
 
     def check(self, state: Any) -> None:
         """Refuses a state of another order.
@@ -151,8 +187,8 @@ class DistributedSampler:
         Raises:
             Refused: It is of another length, seed or shuffling, or no state of a sampler.
         """
-        if not isinstance(state, dict) or set(state) != _KEYS:
-            raise Refused(f"it is no state of a DistributedSampler: expected {sorted(_KEYS)}")
+        if not isinstance(state, dict) or set(state) != KEYS:
+            raise Refused(f"it is no state of a DistributedSampler: expected {sorted(KEYS)}")
         own = self.state_dict()
         other = [
             f"{key} is {state[key]!r} in the checkpoint and {own[key]!r} here"
@@ -163,9 +199,53 @@ class DistributedSampler:
             raise Refused(f"the sampler's order is another one: {', '.join(other)}")
 
 
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise Invalid(f"DistributedSampler: {name}: expected a whole number, found {value!r}") from error
+
+
 def sampler_of(loader: Any) -> DistributedSampler | None:
     """The sampler of a loader, if it is one of these."""
     for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             return sampler
     return None
+
+
+def expect_positions(values: Iterable[tuple[str, Any, Any]]) -> None:
+    """Refuses samplers of a state whose position is not known, or would be that of another reader.
+
+    Each object comes with its place, what is declared there, and itself or what stands for it.
+
+    Raises:
+        Invalid: A sampler or batch sampler reads in its own way, its rank is not its piece, or two objects have it.
+    """
+    places: dict[DistributedSampler, str] = {}
+    for place, declared, stateful in values:
+        found = getattr(stateful, "value", stateful)
+        sampler = found if isinstance(found, DistributedSampler) else sampler_of(found)
+        if sampler is None:
+            continue
+        batches, own = getattr(found, "batch_sampler", None), (sampler.rank, sampler.num_replicas)
+        reads = getattr(type(batches), "__iter__", None)
+        is_told = batches is None or hasattr(batches, "state_dict") or getattr(reads, "__module__", "") == _BATCHES
+        if type(sampler).__iter__ is not DistributedSampler.__iter__:
+            problem = (
+                f"{type(sampler).__name__} has an __iter__ of its own, and how far that has read ahead is not known: "
+            )
+            problem += "take DistributedSampler itself and order the dataset, or give the dataset units"
+        elif not is_told:
+            problem = (
+                f"{type(batches).__name__} has no state, and how far it has read ahead is not known: pass sampler= "
+            )
+            problem += f"and batch_size= to the loader, take {_BATCHES}.BatchSampler, or give it state_dict()"
+        elif isinstance(declared, Sharded) and (declared.index, declared.count) != own:
+            problem = f"expected Sharded(index={own[0]}, count={own[1]}), the sampler's rank and num_replicas, found "
+            problem += f"index={declared.index}, count={declared.count}: give both the same"
+        elif places.setdefault(sampler, place) != place:
+            problem = f"its sampler is that of {places[sampler]}, too: give each loader a sampler of its own"
+        else:
+            continue
+        raise Invalid(f"{place}: {problem}")

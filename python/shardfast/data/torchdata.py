@@ -9,27 +9,32 @@ iterator's ``_finished``, and ``base_dataloader`` of accelerate's wrappers.
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ..state import units
 from ..state.catalog import Refused
 from ..state.stateful import Stateful, looks_ahead
-from ..state.units import OWN, REPLICATED, UNITS
+from ..state.units import LOADER, OWN, REPLICATED, UNITS
 from . import prefetch
-from .sampler import DistributedSampler, sampler_of
+from .sampler import KEYS, DistributedSampler, sampler_of
 
 _SNAPSHOT, _MAIN, _WORKERS = "_snapshot", "_main_snapshot", "_worker_snapshots"
 _FETCHER, _DATASET, _ITERATOR = "fetcher_state", "dataset_state", "dataset_iter_state"
-_FINISHED, _BEHIND, _BATCHES = "_iterator_finished", "_steps_since_snapshot", "_sampler_iter_state"
+_FINISHED, _BEHIND = "_iterator_finished", "_steps_since_snapshot"
+_BATCHES, _SINGLY = "_sampler_iter_state", "_index_sampler_state"
 
-_OPAQUE = "snapshot"
+_OPAQUE, _ORDER = "snapshot", "order"
 _SAMPLER = "sampler"
+
+_SAME_ORDER = "load with the same, or leave the loader out (only=) to begin anew"
 
 _log = logging.getLogger("shardfast")
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -67,10 +72,10 @@ def expect_save(value: object, steps: int) -> None:
 
 
 def expect_as_saved(loader: Any, snapshot: Any) -> None:
-    """Refuses a loader's own snapshot of other workers, with which its ``iter()`` would fail.
+    """Refuses a loader's own snapshot with which its ``iter()`` would fail, or begin anew.
 
     Raises:
-        Refused: It has another number of them.
+        Refused: It is of another number of workers, another sampler or another kind of dataset.
     """
     # Other states are those of a subclass, which reads them itself.
     if isinstance(loader, StatefulDataLoader) and isinstance(snapshot, dict) and _FINISHED in snapshot:
@@ -80,6 +85,10 @@ def expect_as_saved(loader: Any, snapshot: Any) -> None:
                 f"it was saved with {there} workers, this loader has {loader.num_workers}: put it into the state as "
                 "shardfast.Sharded(loader, index, count), in the save, too (docs: Data loaders)"
             )
+        _expect_slots(loader.dataset, _slots_in(snapshot))
+        is_ours = sampler_of(loader) is not None and not hasattr(loader.batch_sampler, "state_dict")
+        if set(_positions(snapshot)) != ({_SINGLY if loader.batch_sampler is None else _BATCHES} if is_ours else set()):
+            raise Refused(f"it was saved with another kind of sampler or batch sampler: {_SAME_ORDER}")
 
 
 def _inner(loader: Any) -> Any:
@@ -93,9 +102,6 @@ class _Loader(Stateful):
     def __init__(self, loader: Any) -> None:
         self.value = loader
         self.subject = type(loader.dataset).__name__
-        if sampler_of(loader) is not None:
-            batches = type(loader.batch_sampler)
-            self.subject = f"{batches.__module__}.{batches.__name__} (take torchdata.stateful_dataloader.sampler's)"
         if callable(getattr(loader.dataset, "split", None)):
             self.split = loader.dataset.split
 
@@ -106,19 +112,24 @@ class _Loader(Stateful):
         """The units of all workers; a sampler's position; a snapshot that only an equal loader can use."""
         loader, sampler = _inner(self.value), sampler_of(self.value)
         if loader._iterator is None and loader.next_iter_state is None:  # making an iterator would start workers
-            return {REPLICATED: {_SAMPLER: sampler and sampler.state_dict()}, UNITS: []}
+            return self._at(sampler.state_dict() if sampler is not None else None)
         snapshot = loader.next_iter_state if loader._iterator is None else self.value.state_dict()
         workers = _workers_of(snapshot)
-        slots = {slot for worker in workers for slot in _slots_of(worker)}
+        slots = _slots_in(snapshot)
         if not slots and sampler is not None and (position := _position(snapshot, sampler, loader)) is not None:
-            return {REPLICATED: {_SAMPLER: position}, UNITS: []}
-        if len(slots) == 1:
+            return self._at(position)
+        if len(slots) == 1 and isinstance(loader.dataset, IterableDataset):  # another one has a sampler, too
             (slot,) = slots
             states = [_state(worker, slot) for worker in workers]
             if all(units.has_units(state) for state in states):
                 self._warn_of_age(snapshot.get(_BEHIND, 0))
-                return _by_units(snapshot, slot, states)
-        return {_OPAQUE: snapshot}
+                found = _by_units(snapshot, slot, states)
+                found[REPLICATED][LOADER] = type(self.value).__name__
+                return found
+        return {LOADER: type(self.value).__name__, _OPAQUE: snapshot, _ORDER: _order_of(loader, snapshot)}
+
+    def _at(self, position: dict[str, Any] | None) -> dict[str, Any]:
+        return {REPLICATED: {LOADER: type(self.value).__name__, _SAMPLER: position}, UNITS: []}
 
     def merged(self, shared: list[Any]) -> list[Any]:
         """Merges what data ranks share that are dealt out: the pass has ended if it has on all of them."""
@@ -140,18 +151,29 @@ class _Loader(Stateful):
 
     def check(self, state: Any) -> None:
         """Refuses what this loader cannot take up."""
+        if units.loader_of(state) is None:
+            raise Refused(
+                "it was not saved from a StatefulDataLoader: load it into what it was saved from, the dataset"
+            )
+        shared = state.get(REPLICATED, {})
+        if "slot" in shared:
+            _expect_slots(self.value.dataset, {shared["slot"]})
         if _OPAQUE in state:
-            there = len(_workers_of(state[_OPAQUE])) if _SNAPSHOT in state[_OPAQUE] else 0
-            self._expect_equal(there)
-        elif _SAMPLER in state[REPLICATED]:
-            position = state[REPLICATED][_SAMPLER]
-            sampler = sampler_of(self.value)
+            snapshot = state[_OPAQUE]
+            self._expect_equal(len(_workers_of(snapshot)) if _SNAPSHOT in snapshot else 0)
+            _expect_slots(self.value.dataset, _slots_in(snapshot))
+            here = _order_of(_inner(self.value), snapshot)
+            if state[_ORDER] != here:
+                raise Refused(f"it was saved with {state[_ORDER]}, this loader has {here}: {_SAME_ORDER}")
+        elif _SAMPLER in shared:
+            position, sampler = shared[_SAMPLER], sampler_of(self.value)
             if position is not None and sampler is None:
-                raise Refused("it was saved with a shardfast.data.DistributedSampler, and this loader has none")
+                raise Refused(
+                    f"it was saved with a shardfast.data.DistributedSampler, and this loader has none: {_SAME_ORDER}"
+                )
             if sampler is not None and position is not None:
                 sampler.check(position)
         elif not self._is_as_saved(state):
-            shared = state[REPLICATED]
             if shared["behind"]:
                 raise Refused(
                     f"its workers' states are {shared['behind']} batches old, and other workers cannot read these "
@@ -166,9 +188,11 @@ class _Loader(Stateful):
 
     def _expect_equal(self, there: int) -> None:
         if there != self.value.num_workers:
+            has_index = not isinstance(self.value.dataset, IterableDataset)
+            way = "take a shardfast.data.DistributedSampler, and no state_dict()" if has_index else 'give it "units"'
             raise Refused(
                 f"it was saved with {there} workers, this loader has {self.value.num_workers}, and the state of "
-                f'{self.subject} is opaque: give it "units" (docs: Data loaders)'
+                f"{self.subject} is opaque: {way} (docs: Data loaders)"
             )
 
     def _is_as_saved(self, state: dict[str, Any]) -> bool:
@@ -209,6 +233,7 @@ class _Loader(Stateful):
             )
             for number, of in enumerate(dealt)
         ]
+        units.expect_apart([units.id_of(unit) for piece in pieces for unit in _state(piece, shared["slot"])[UNITS]])
         # What the loader counts begins anew; an iterable dataset has no sampler.
         main = {
             "_sampler_iter_state": None,
@@ -238,10 +263,13 @@ def _workers_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
     return [of[f"worker_{number}"] for number in range(len(of))]
 
 
-def _slots_of(worker: dict[str, Any]) -> list[str]:
-    """Returns the keys of a worker's state: the dataset's, its iterator's, or both."""
-    fetcher = worker.get(_FETCHER) or {}
-    return [slot for slot, state in ((_DATASET, worker[_DATASET]), (_ITERATOR, fetcher.get(_ITERATOR))) if state]
+def _slots_in(snapshot: dict[str, Any]) -> set[str]:
+    """Returns the keys of the workers' states: the dataset's, its iterator's, or both."""
+    found = set()
+    for worker in _workers_of(snapshot):
+        states = {_DATASET: worker[_DATASET], _ITERATOR: (worker.get(_FETCHER) or {}).get(_ITERATOR)}
+        found |= {slot for slot, state in states.items() if state is not None}
+    return found
 
 
 def _state(worker: dict[str, Any], slot: str) -> Any:
@@ -299,12 +327,56 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def _has_state(value: object) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _expect_slots(dataset: Any, there: set[str]) -> None:
+    """Refuses a state that this dataset does not take, or one that lacks what the dataset goes on from."""
+    is_iterable = isinstance(dataset, IterableDataset)
+    iterator = iter(dataset) if is_iterable else None
+    here = {_DATASET} if _has_state(dataset) and iterator is not dataset else set()
+    here |= {_ITERATOR} if _has_state(iterator) else set()
+    if there - here or (is_iterable and here and not there):
+        found, own = (" and ".join(sorted(of)) or "none" for of in (there, here))
+        raise Refused(
+            f"{type(dataset).__name__} here has another kind of state: expected {found}, as in the checkpoint, found "
+            f"{own}: load into a dataset with the state_dict() and load_state_dict() of the saved one"
+        )
+
+
+def _main_of(snapshot: dict[str, Any]) -> dict[str, Any]:
+    main: dict[str, Any] = snapshot[_SNAPSHOT][_MAIN] if _SNAPSHOT in snapshot else snapshot
+    return main
+
+
+def _order_of(loader: Any, snapshot: dict[str, Any]) -> str:
+    """The names of what makes a loader's order; the number of batches and their size where these are counted."""
+    batches, main = loader.batch_sampler, _main_of(snapshot)
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset's order" if _slots_in(snapshot) else f"batch_size={loader.batch_size}"
+    makers = [loader.sampler] if batches is None else [batches, getattr(batches, "sampler", None)]
+    kinds = [type(maker) for maker in makers if maker is not None]
+    names = " of ".join(f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}" for kind in kinds)
+    if main[_BATCHES] is not None or main[_SINGLY] is not None:
+        return names
+    return f"{names} ({operator.length_hint(makers[0], -1)} batches of {getattr(batches, 'batch_size', None)})"
+
+
+def _positions(snapshot: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The state of a sampler of ours behind what was asked for, by whether that was batches or single samples."""
+    main = _main_of(snapshot)
+    of_batches = main[_BATCHES] if isinstance(main[_BATCHES], dict) else {}
+    found = {_BATCHES: of_batches.get("sampler_state"), _SINGLY: main[_SINGLY]}
+    return {key: one for key, one in found.items() if isinstance(one, dict) and one.keys() == KEYS}
+
+
 def _position(snapshot: dict[str, Any], sampler: DistributedSampler, loader: Any) -> dict[str, Any] | None:
     """The sampler's position behind the last batch that the training got; ``None`` if the snapshot does not tell it."""
-    main = snapshot[_SNAPSHOT][_MAIN] if _SNAPSHOT in snapshot else snapshot
-    position = (main[_BATCHES] or {}).get("sampler_state")
+    position = next(iter(_positions(snapshot).values()), None)
     if position is None:
         return None
-    later = snapshot.get(_BEHIND, 0) * loader.batch_sampler.batch_size * sampler.num_replicas
+    size = 1 if loader.batch_sampler is None else loader.batch_sampler.batch_size
+    later = snapshot.get(_BEHIND, 0) * size * sampler.num_replicas
     ended = (snapshot[_FINISHED] and sampler.is_begun(position)) or position["consumed"] + later >= position["length"]
     return {**position, "consumed": position["length"] if ended else position["consumed"] + later}

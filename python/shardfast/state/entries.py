@@ -183,7 +183,10 @@ class Unit:
     @functools.cached_property
     def state_dict(self) -> object:
         """That of the value, of one that has a state dict."""
-        return self.stateful.state_dict()
+        try:
+            return self.stateful.state_dict()
+        except Refused as refused:
+            raise Invalid(f"{self.place}: {refused}") from refused
 
     @functools.cached_property
     def stateful(self) -> Any:
@@ -234,6 +237,7 @@ def walk(state: object) -> Walked:
 
 def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
     """Walks a state's units as :func:`walk` does."""
+    frameworks.expect_positions((unit.place, unit.value, unit.stateful) for unit in units)
     modules: dict[int, Bundle] = {}
     named = _Named({}, {}, frozenset(id(changed) for unit in units for changed in _objects_of(unit.value)))
     owners = [_owner(unit.value, adapters) for unit in units]
@@ -276,6 +280,7 @@ def _standing(unit: Unit, owner: Adapter | None, adapters: Sequence[Adapter]) ->
 
 def rest_of(units: Sequence[Unit], bundles: Sequence[Unit], adapters: Sequence[Adapter]) -> list[Entry] | None:
     """The entries of a state beside some bundles; ``None`` if there are other bundles, too."""
+    frameworks.expect_positions((unit.place, unit.value, unit.stateful) for unit in units)
     rest = [unit for unit in units if not any(unit is bundle for bundle in bundles)]
     owners = [_owner(unit.value, adapters) for unit in rest]
     pure_keys = _pure_keys(rest, owners, adapters) - {bundle.key for bundle in bundles}

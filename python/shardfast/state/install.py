@@ -21,6 +21,7 @@ from .load_plan import LoadPlan, Options
 from .parts import Parts
 from .sharded import Made
 from .stateful import Stateful
+from .units import expect_no_loader
 from .values import Raising, Trail, decode, raise_value, reason
 from .wants import Want
 
@@ -228,6 +229,7 @@ def given(entry: ValueEntry | ShardedEntry, value: object) -> Callable[[], None]
         return lambda: entry.put(value)
     try:
         if not isinstance(stateful, Stateful):
+            expect_no_loader(value)
             frameworks.expect_as_saved(stateful, value)
             return lambda: load_into(stateful, value, entry.place)
         try:

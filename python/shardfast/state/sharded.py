@@ -7,6 +7,7 @@ all pieces, whose large tensors lie apart, then those tensors that this rank's u
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,7 +70,8 @@ class _Dealt:
         below: The numbers of the tensors inside of them.
         lowered: The saved values, lowered.
         shares: What it gets of their units, in order; ``None`` for all of them, as ``reshard`` takes them.
-        split: A line for each unit that was split here: its name, its number and a digest of all of its parts.
+        split: A line for each unit that was split here: its name, its number, and of its parts a digest and the ids.
+        ids: The ids of all saved units, in their order.
     """
 
     entry: ShardedEntry
@@ -78,6 +80,7 @@ class _Dealt:
     lowered: list[Any] = field(default_factory=list)
     shares: list[units.Share] | None = None
     split: list[str] = field(default_factory=list)
+    ids: list[str | None] = field(default_factory=list)
 
     @property
     def full(self) -> str:
@@ -95,12 +98,18 @@ class _Dealt:
         sharded, place = self.entry.sharded, self.entry.place
 
         def note(unit: int, parts: list[object]) -> None:
-            digest = hashlib.sha256(capture(parts, Lowering(place, adapters, pickle=True)).encoded()).hexdigest()
-            self.split.append(f"{self.full}\n{unit}\n{digest}")
+            encoded = capture(parts, Lowering(place, adapters, pickle=True)).encoded()
+            lowered: Any = decode(encoded, place)
+            ids = [_said_id(part) for part in lowered]
+            self.split.append(json.dumps([self.full, unit, hashlib.sha256(encoded).hexdigest(), ids]))
 
         try:
             if self.shares is None:
                 states = sharded.reshard(value, sharded.count)  # type: ignore[misc]
+                kinds = [type(one).__name__ for one in states] if isinstance(states, (list, tuple)) else []
+                if not kinds or any(map(callable, states)):
+                    made = f"{type(states).__name__} of {', '.join(kinds[:8]) or 'no state'}"
+                    raise Refused(f"reshard() made a {made}: expected a list of states, one for each piece")
                 if len(states) != sharded.count:
                     raise Refused(f"reshard() made {len(states)} states, expected {sharded.count}, one for each piece")
                 return states[sharded.index]
@@ -134,6 +143,7 @@ class _Dealt:
                 )
             self.lowered[0][REPLICATED] = shared[0]
             every = [unit for state in self.lowered for unit in state[UNITS]]
+            self.ids = [_said_id(unit) for unit in every]
             units.expect_apart([_said(units.id_of(unit)) for unit in every])
             splits = self.entry.split is not None
             dealt = units.dealt([units.weight_of(unit) for unit in every], sharded.count, splits=splits)
@@ -150,6 +160,12 @@ def _said(lowered: Any) -> Any:
     if isinstance(lowered, list):
         return [_said(item) for item in lowered]
     return {key: _said(value) for key, value in lowered.items()} if isinstance(lowered, dict) else lowered
+
+
+def _said_id(lowered: object) -> str | None:
+    """The id of a lowered unit as a text; ``None`` if it says none."""
+    own = units.id_of(lowered)
+    return None if own is None else repr(_said(own))
 
 
 def pieces_of(saved: Sequence[SavedLeaf]) -> dict[tuple[str, str], dict[int, SavedObject]]:
@@ -177,8 +193,9 @@ def load(
     for another; its failure fails all ranks.
     """
     known = pieces_of(saved)
+    otherwise = _declared_otherwise(walked.entries, saved, known, options)
     if not known:
-        return Pieces(walked, options)
+        return Pieces(walked, options, problems=otherwise)
     names = {"/".join(name) for name in known}
     options = replace(options, only=tuple(f"{one}{PIECE}*" if one in names else one for one in options.only))
     entries = [one for one in walked.entries if isinstance(one, ShardedEntry)]
@@ -199,8 +216,32 @@ def load(
         found.made = [Made(one.entry, _leaves(one)) for one in dealt]
     else:
         found.made = _deal(checkpoint, dealt, walked.adapters, saved, found, timeout_s, options, alone)
+    found.problems += otherwise  # a rank's own, which decide nothing before
     found.walked = Walked(kept, walked.adapters)
     return found
+
+
+def _declared_otherwise(
+    entries: Sequence[Entry],
+    saved: Sequence[SavedLeaf],
+    known: Mapping[tuple[str, str], Mapping[int, SavedObject]],
+    options: Options,
+) -> list[str]:
+    """Lists values that are pieces in the checkpoint and none here, or the reverse."""
+    there = {(leaf.key, leaf.name) for leaf in saved}
+    problems = []
+    for entry in entries if options.strict else ():
+        name = entry.key, entry.name or ""
+        if not options.selects("/".join(name)):
+            continue
+        if not isinstance(entry, ShardedEntry) and name in known:
+            how = f"in {len(known[name])} pieces: load it as shardfast.Sharded(value, index, count)"
+        elif isinstance(entry, ShardedEntry) and name in there:
+            how = "without shardfast.Sharded: load it without, and save it in Sharded from then on"
+        else:
+            continue
+        problems.append(f"pieces: {'/'.join(name)} was saved {how}")
+    return problems
 
 
 def as_value(entry: ShardedEntry) -> ValueEntry:
@@ -277,14 +318,20 @@ def _deal(
     found.traffic.append(traffic)
     made: list[Made] = alone(make)
     _, agreed = checkpoint.agree([], [line for one in dealt for line in one.split], timeout_s)
-    digests: dict[tuple[str, str], str] = {}
-    for _, line in agreed:
-        name, unit, digest = line.rsplit("\n", 2)
-        if digests.setdefault((name, unit), digest) != digest:
+    parts: dict[str, dict[int, tuple[str, list[str | None]]]] = {}
+    for name, unit, digest, ids in map(json.loads, (line for _, line in agreed)):
+        if parts.setdefault(name, {}).setdefault(unit, (digest, ids))[0] != digest:
             problems.append(
                 f"pieces: {name}: split() made other parts of unit {unit} on another rank: let the parts depend on the "
                 "unit and their number alone"
             )
+    for one in dealt:
+        split = parts.get(one.full, {})
+        try:
+            rest = [own for number, own in enumerate(one.ids) if number not in split]
+            units.expect_apart([*rest, *(own for _, ids in split.values() for own in ids)] if split else [])
+        except Refused as refused:
+            problems.append(f"pieces: {one.full}: behind split(), {refused}: give each part an id of its own")
     return made
 
 

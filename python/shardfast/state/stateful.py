@@ -17,6 +17,7 @@ from typing import Any
 from .. import adapters as frameworks
 from ..errors import Invalid
 from .catalog import Refused
+from .units import expect_no_loader
 
 _log = logging.getLogger("shardfast")
 
@@ -156,7 +157,8 @@ class Stateful:
         self._set(state)
 
     def check(self, state: Any) -> None:
-        """Refuses a loaded value before anything is installed; this one accepts all."""
+        """Refuses a loaded value before anything is installed; this one accepts all but a data loader's."""
+        expect_no_loader(state)
 
 
 def random_state() -> PerRank:

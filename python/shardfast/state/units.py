@@ -15,6 +15,9 @@ from .catalog import Refused
 REPLICATED, UNITS, OWN = "replicated", "units", "own"
 """The keys of a state with units. ``"own"``, which it may lack, comes back under an equal number of pieces only."""
 
+LOADER = "shardfast_loader"
+"""A key in the state of a data loader, or in what its pieces share: the name of its class."""
+
 _KEYS = {REPLICATED, UNITS}
 
 
@@ -41,10 +44,32 @@ def has_units(state: object) -> bool:
     if not isinstance(state, Mapping) or UNITS not in state:
         return False
     if set(state) - {OWN} != _KEYS or not isinstance(state[UNITS], list):
-        others = sorted(map(str, set(state) - _KEYS))
+        others = sorted(map(str, set(state) - _KEYS - {OWN}))
         found = f"{type(state[UNITS]).__name__} as units, and {others or 'no other key'}"
-        raise Refused(f'a state with "units": expected {{"replicated": …, "units": [...]}}, found a {found}')
+        lacks = "" if REPLICATED in state else ': it lacks "replicated", which is {} if pieces share nothing'
+        raise Refused(f'a state with "units": expected {{"replicated": …, "units": [...]}}, found a {found}{lacks}')
     return True
+
+
+def loader_of(state: object) -> str | None:
+    """The name of the class of the data loader whose state it is; ``None`` for other states."""
+    named = (
+        [of for of in (state, state.get(REPLICATED)) if isinstance(of, Mapping)] if isinstance(state, Mapping) else []
+    )
+    return next((of[LOADER] for of in named if LOADER in of), None)
+
+
+def expect_no_loader(state: object) -> None:
+    """Refuses the state of a data loader, for an object that is none.
+
+    Raises:
+        Refused: It is one.
+    """
+    loader = loader_of(state)
+    if loader is not None:
+        raise Refused(
+            f"it was saved from a {loader}: load it into a {loader} over this object, or save the object itself"
+        )
 
 
 def expect_units(state: object) -> None:
@@ -142,7 +167,7 @@ def split(unit: object, parts: int, by: Callable[[Any, int], Sequence[Any]]) -> 
     """The parts of a unit, as its dataset makes them.
 
     Raises:
-        Refused: There are more than were asked for, or their weights have another sum.
+        Refused: There are more than were asked for, two have one id, or their weights have another sum.
     """
     made = list(by(unit, parts))
     weight, found = weight_of(unit), sum(map(weight_of, made))
@@ -150,6 +175,10 @@ def split(unit: object, parts: int, by: Callable[[Any, int], Sequence[Any]]) -> 
         raise Refused(f"split(unit, {parts}) made {len(made)} units: expected at most as many as were asked for")
     if weight != found:
         raise Refused(f"split(unit, {parts}) made units of weight {found} of one of weight {weight}: samples change")
+    try:
+        expect_apart([id_of(part) for part in made])
+    except Refused as refused:
+        raise Refused(f"split(unit, {parts}): of the parts, {refused}: give each an id of its own") from refused
     return made
 
 

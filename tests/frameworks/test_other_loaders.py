@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import shardfast as sf
+from shardfast.adapters import stands_for
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/loaders.md"
 SIZE = 96
@@ -184,9 +185,9 @@ def energon_loader(root, rank, ranks, workers, size=None, buffer=5):
     return get_savable_loader(dataset, watchdog_timeout_seconds=None)
 
 
-def energon_reads(rank, ranks, root, workers, place, batches, resume, size=None):
+def energon_reads(rank, ranks, root, workers, place, batches, resume, size=None, buffer=5):
     """As :func:`grain_reads`; by worker of this rank what it gave out."""
-    loader = energon_loader(root, rank, ranks, workers, size)
+    loader = energon_loader(root, rank, ranks, workers, size, buffer)
     state = {"dataloader": sf.Sharded(loader, rank, ranks)}
     try:
         if resume is not None:
@@ -232,11 +233,61 @@ def test_energons_workers_go_on_in_other_ranks(ranks, tmp_path, webdataset):
 def test_energon_with_more_or_fewer_workers_is_refused(ranks, tmp_path, webdataset):
     place = str(tmp_path / "a")
     ranks(2)(energon_reads, webdataset, 2, place, 5, None)
-    for world, workers in ((2, 3), (2, 0), (3, 1), (1, 2)):
+    for world, workers in ((2, 3), (2, 0), (3, 1), (1, 2), (5, 1)):
         for error in ranks(world)(energon_reads, webdataset, workers, None, 1, place):
             assert error.startswith("Invalid")
             assert "dataloader: this data rank gets the states of" in error
             assert "as many workers on all data ranks together as saved" in error
+
+
+@needs_energon
+@pytest.mark.parametrize(("saved", "here"), [((1, 1), (1, 0)), ((1, 0), (1, 1)), ((2, 0), (1, 2)), ((1, 2), (2, 0))])
+def test_energon_without_workers_and_with_is_refused(ranks, tmp_path, webdataset, saved, here):
+    place = str(tmp_path / "a")
+    ranks(saved[0])(energon_reads, webdataset, saved[1], place, 5, None)
+    kind = "with" if saved[1] else "without"
+    for error in ranks(here[0])(energon_reads, webdataset, here[1], None, 1, place):
+        assert error.startswith("Invalid")
+        assert f"dataloader: it was saved {kind} worker processes" in error
+        assert f"its loader has {here[1]}: load with num_workers=0 if it was saved so" in error
+
+
+@needs_energon
+@pytest.mark.parametrize("workers", [0, 2])
+def test_energon_with_other_settings_is_refused_by_name(ranks, tmp_path, webdataset, workers):
+    place = str(tmp_path / "a")
+    ranks(2)(energon_reads, webdataset, workers, place, 5, None, 2, 5)
+    for error in ranks(2)(energon_reads, webdataset, workers, None, 1, place, 2, 8):
+        assert error.startswith("Invalid")
+        assert "dataloader: its " in error
+        assert "ShuffleBufferDataset.size is 5 in the checkpoint and 8 here" in error
+    for error in ranks(2)(energon_reads, webdataset, workers, None, 1, place, 2, None):
+        assert error.startswith("Invalid")
+        assert "in the checkpoint and" in error
+
+
+@needs_energon
+def test_energon_goes_on_with_a_smaller_batch(tmp_path, webdataset):
+    """It multiplies what it has to skip."""
+    place = str(tmp_path / "a")
+    whole = sum(energon_reads(0, 1, webdataset, 1, None, 8, None, 4), [])
+    got = sum(energon_reads(0, 1, webdataset, 1, place, 3, None, 4), [])
+    rest = sum(energon_reads(0, 1, webdataset, 1, None, 10, place, 2), [])
+    assert got + rest == whole
+
+
+@needs_energon
+def test_a_state_of_energon_without_settings_goes_on(tmp_path, webdataset):
+    """States had none before settings were noted."""
+    whole = energon_reads(0, 1, webdataset, 0, None, 8, None)
+    loader, again = energon_loader(webdataset, 0, 1, 0), energon_loader(webdataset, 0, 1, 0)
+    got = [batch.text for batch in itertools.islice(loader, 3)]
+    stands, stands_again = stands_for(loader), stands_for(again)
+    state = stands.state_dict()
+    del state["replicated"]["settings"]
+    stands_again.check(state)
+    stands_again.load_state_dict(state)
+    assert got + [batch.text for batch in itertools.islice(again, 5)] == whole
 
 
 @needs_energon
@@ -248,13 +299,15 @@ def test_energon_that_has_not_begun_begins(ranks, tmp_path, webdataset):
 
 
 @needs_energon
-def test_energon_is_loaded_before_it_is_read(tmp_path, webdataset):
-    loader = energon_loader(webdataset, 0, 1, 2)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_energon_is_loaded_before_it_is_read(tmp_path, webdataset, workers):
+    loader = energon_loader(webdataset, 0, 1, workers)
     samples = iter(loader)
-    for step in (0, 1):
-        sf.save(tmp_path / str(step), {"dataloader": sf.Sharded(loader, 0, 1)})
-        with pytest.raises(sf.Invalid, match=r"dataloader: its workers run already, .*: load before iter\(\)"):
-            sf.load(tmp_path / str(step), {"dataloader": sf.Sharded(loader, 0, 1)})
+    for step in range(2):
+        if workers or step:
+            sf.save(tmp_path / str(step), {"dataloader": sf.Sharded(loader, 0, 1)})
+            with pytest.raises(sf.Invalid, match=r"dataloader: it has begun already, .*: load before iter\(\)"):
+                sf.load(tmp_path / str(step), {"dataloader": sf.Sharded(loader, 0, 1)})
         next(samples)
 
 

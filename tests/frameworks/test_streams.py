@@ -48,8 +48,8 @@ CHANGES = {
     "a batched map": (rows, lambda one: one, lambda one: one.map(same, batched=True)),
     "a map": (rows, lambda one: one, lambda one: one.map(same)),
     "another source": (rows, lambda one: one, lambda _: table()),
-    "a format": (table, lambda one: one, lambda one: one.with_format("numpy")),
-    "a column's type": (table, lambda one: one, lambda one: one.cast_column("x", datasets.Value("int32"))),
+    "a format": (rows, lambda one: one, lambda one: one.with_format("numpy")),
+    "a column's type": (rows, lambda one: one, lambda one: one.cast(datasets.Features({"x": datasets.Value("int32")}))),
     "more shards": (rows, lambda one: one, lambda _: rows([9, 9, 1])),
 }
 
@@ -91,6 +91,15 @@ def test_other_functions_and_columns_go_on():
     again = Stream(rows().map(lambda one: {"x": one["x"], "y": 1}).filter(lambda one: one["x"] < 5), 0, 1, buffer=2)
     again.load_state_dict(stream.state_dict())
     assert sorted([first, *(one["x"] for one in again)]) == sorted([*range(5), *range(5)])
+
+
+@pytest.mark.parametrize("change", [("with_format", "numpy"), ("cast_column", "x", datasets.Value("int32"))])
+def test_what_leaves_positions_as_they_are_goes_on(change):
+    stream = Stream(table(), 0, 1)
+    list(itertools.islice(stream, 4))
+    again = Stream(getattr(table(), change[0])(*change[1:]), 0, 1)
+    again.load_state_dict(stream.state_dict())
+    assert [int(one["x"]) for one in again] == list(range(4, 18))
 
 
 def test_a_state_without_steps_goes_on():

@@ -61,7 +61,7 @@ def test_another_stream_is_refused_by_name(tmp_path, changed):
     next(iter(stream))
     sf.save(tmp_path / "a", {"data": sf.Sharded(stream, 0, 1)})
     other = Stream(after(source()), 0, 1)
-    message = r"Stream: the stream is another one.* in the checkpoint, .* here\): load into the same steps"
+    message = r"Stream: it is another stream.* in the checkpoint, .* here\): load into the same steps"
     with pytest.raises(sf.Invalid, match=message):
         sf.load(tmp_path / "a", {"data": sf.Sharded(other, 0, 1)})
     assert len([*other]) == len([*Stream(after(source()), 0, 1)]), "nothing was taken up"
@@ -82,7 +82,7 @@ def test_another_stream_in_a_loader_is_refused_by_name(tmp_path, workers):
         sf.load(tmp_path / "a", {"data": sf.Sharded(one, 0, 1)})
     with pytest.raises(sf.Invalid, match=r"batch_size=3.* in the checkpoint, .*batch_size=2.* here"):
         next(iter(other))
-    assert sorted(sum(got + [one["x"] for one in again], [])) == sorted([*range(9), *range(9)])
+    assert sorted(itertools.chain(*got, *(one["x"] for one in again))) == sorted([*range(9), *range(9)])
 
 
 def test_other_functions_and_columns_go_on():
@@ -130,7 +130,7 @@ def test_a_load_while_an_iterator_runs_is_refused(tmp_path, wrapped):
     again = Stream(rows(), 0, 1)
     iterator = iter(again)
     next(iterator)
-    with pytest.raises(sf.Invalid, match=r"its iterator runs already .*: load before iter\(\).*stands at data"):
+    with pytest.raises(sf.Invalid, match=r"its iterator runs and would .*: load before iter\(\).*stands at data"):
         sf.load(tmp_path / "a", {"data": wrapped(again)})
     assert [one["x"] for one in iterator] == [*range(1, 9), *range(9)], "it goes on as it did"
     for unused in (again, copy.deepcopy(again)):  # a pass has ended

@@ -51,11 +51,8 @@ class _Loader(Stateful):
         if state is None:  # it has not begun
             return {REPLICATED: {_SIZE: None}, UNITS: []}
         own = {_NEXT: state.next_worker_id}
-        shared = {_SIZE: state.micro_batch_size, _SETTINGS: self._settings()}
+        shared = {_SIZE: state.micro_batch_size, _SETTINGS: dict(_flat(self._loader.dataset.config()))}
         return {REPLICATED: shared, UNITS: _plain(state.worker_states), OWN: own}
-
-    def _settings(self) -> dict[str, Any]:
-        return dict(_flat(self._loader.dataset.config(), ""))
 
     def _saved(self) -> SavableDataLoaderState | None:
         """Energon's own state. Between ``iter()`` and the first sample it would wait for workers that do not run."""
@@ -73,7 +70,7 @@ class _Loader(Stateful):
         """Refuses the states of other workers or settings, and a load into a loader that has begun."""
         loader, units = self._loader, state[UNITS]
         if loader._has_workers or loader._global_sample_idx:
-            raise Refused("it has begun already, and would go on with the old position: load before iter(), or into a new one")
+            raise Refused("it has begun, and would go on with the old position: load before iter(), or into a new one")
         there = state[REPLICATED].get(_SETTINGS)  # none if it had not begun; older states have none
         if (units or there is not None) and len(units) != self._workers:
             raise Refused(
@@ -81,17 +78,16 @@ class _Loader(Stateful):
                 "load with as many workers on all data ranks together as saved, evenly"
             )
         if units and isinstance(units[0], dict) != (not loader.num_workers):
-            saved = "without worker processes" if loader.num_workers else "with worker processes"
             raise Refused(
-                f"it was saved {saved}, whose states are of another kind, and its loader has {loader.num_workers}: "
-                "load with num_workers=0 if it was saved so, and otherwise with 1 or more"
+                "the states of worker processes are of another kind than that of none, it was saved with "
+                f"{'none' if loader.num_workers else 'some'}, and its loader has {loader.num_workers}: load as saved"
             )
-        here = self._settings()
+        here = dict(_flat(loader.dataset.config()))
         for name in {**here, **there} if there is not None else ():
             if there.get(name) != here.get(name):
                 raise Refused(
-                    f"its {name} is {there.get(name)!r} in the checkpoint and {here.get(name)!r} here, which would lose "
-                    "and repeat samples: make the loader with the settings of the save"
+                    f"its {name} is {there.get(name)!r} in the checkpoint and {here.get(name)!r} here, and samples "
+                    "would be lost and come again: make the loader with the settings of the save"
                 )
 
     def _write(self, state: Any) -> None:
@@ -118,13 +114,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _flat(settings: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _flat(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The settings of a dataset that its positions depend on, by path; no flags, names of functions, paths of files."""
     if isinstance(settings, dict):
         for key, value in settings.items():
+            is_name = isinstance(value, str) and key not in ("type", "name")
             if key == "shards":
-                yield f"{path}{key}", hashlib.sha256(repr([*_flat(value, "")]).encode()).hexdigest()
-            elif key not in _OWN and not key.startswith("_") and (not isinstance(value, str) or key in ("type", "name")):
+                yield f"{path}{key}", hashlib.sha256(repr([*_flat(value)]).encode()).hexdigest()
+            elif not is_name and key not in _OWN and not key.startswith("_"):
                 yield from _flat(value, f"{path}{value.get('type', key) if isinstance(value, dict) else key}.")
     elif isinstance(settings, (list, tuple)):
         for number, value in enumerate(settings):

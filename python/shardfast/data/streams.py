@@ -1,8 +1,9 @@
 """Streams of ``datasets`` by units: a shard with its position, and the samples of a shuffle buffer.
 
 Private names of datasets 4.7, the version tried: ``IterableDataset._ex_iterable`` with its ``ex_iterable``,
-``_prepare_ex_iterable_for_iteration()``, ``BufferShuffledExamplesIterable``, ``_distributed``. Inside of a worker its iteration would take that worker's shards
-only, so it begins as if there were no workers (``torch.utils.data._utils.worker._worker_info``).
+``BufferShuffledExamplesIterable``, ``_distributed``, ``_prepare_ex_iterable_for_iteration()``. Inside of a worker its
+iteration would take that worker's shards only, so it begins as if there were no workers
+(``torch.utils.data._utils.worker._worker_info``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ..errors import Invalid
-from ..state.catalog import Refused
 from ..state.units import OWN, REPLICATED, UNITS
 
 _SHARD_WEIGHT = 1 << 20  # beside a buffered sample's, so that pieces get as many shards
@@ -97,16 +97,12 @@ class Stream(IterableDataset[Any]):
         self._is_counted = any(getattr(step, "batched", False) for step in steps)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes up a copy, which no iterator reads and whose workers share its own memory."""
+        """Takes up a copy's state: no iterator reads it, and its workers share memory of its own."""
         self.__dict__.update(state, _iterators=0)
         self._announced.share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass, from which the draws follow. A pass after a load goes on with its own.
-
-        Raises:
-            Invalid: ``epoch`` is no whole number from 0 on.
-        """
+        """Sets the epoch of the next pass, from which the draws follow. A pass after a load goes on with its own."""
         _expect_whole(f"Stream.set_epoch({epoch!r})", epoch)
         self._announced.fill_(epoch)
         if self._units is None or self._is_over():
@@ -199,12 +195,20 @@ class Stream(IterableDataset[Any]):
         """Goes on with these shards and samples.
 
         Raises:
-            Invalid: As :meth:`check`.
+            Invalid: It is of another stream, or an iterator runs.
         """
-        try:
-            self.check(state)
-        except Refused as refused:
-            raise Invalid(f"Stream: {refused}") from refused
+        shared = state.get(REPLICATED) if isinstance(state, dict) else None
+        if not isinstance(shared, dict) or "shards" not in shared:
+            raise Invalid("Stream: what is stored is no state of a Stream: load it into what was saved")
+        for name, own in (("shards", self._dataset.num_shards), ("steps", self._steps)):
+            there = shared.get(name, own)  # older states say no steps
+            if there != own:
+                raise Invalid(
+                    f"Stream: it is another stream, where positions mean other samples ({name}: {there} in the "
+                    f"checkpoint, {own} here): load into the same steps over the same files, with the same batch sizes"
+                )
+        if self._iterators:
+            raise Invalid("Stream: its iterator runs and would go on with the old position: load before iter()")
         self._epoch = state[REPLICATED]["epoch"]
         self._units = [dict(unit) for unit in state[UNITS] if "sample" not in unit]
         self._waiting = [unit["sample"] for unit in state[UNITS] if "sample" in unit]
@@ -215,25 +219,6 @@ class Stream(IterableDataset[Any]):
         if drawn is not None and drawn["random"] is not None:
             self._random = random.Random()
             self._random.setstate(drawn["random"])
-
-    def check(self, state: Any) -> None:
-        """Refuses a state that this stream cannot go on from.
-
-        Raises:
-            Refused: It is of another stream, or an iterator runs already.
-        """
-        if not isinstance(state, dict) or "shards" not in (state.get(REPLICATED) or ()):
-            raise Refused("what is stored is no state of a Stream: load it into what was saved")
-        shared = state[REPLICATED]
-        for name, own in (("shards", self._dataset.num_shards), ("steps", self._steps)):
-            there = shared.get(name, own)  # older states say no steps
-            if there != own:
-                raise Refused(
-                    f"the stream is another one, in which positions mean other samples ({name}: {there} in the "
-                    f"checkpoint, {own} here): load into the same steps over the same files, with the same batch sizes"
-                )
-        if self._iterators:
-            raise Refused("its iterator runs already and would go on with the old position: load before iter()")
 
 
 def _steps_of(iterable: Any) -> Iterator[Any]:

@@ -94,7 +94,8 @@ CRATE_LINES_MAX = {
     "coord": 4400,  # 4,300, rounded up from 4,358
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
-PYTHON_LINES_MAX = {"": 2700, "state": 5150, "capture": 750, "adapters": 6600, "data": 920, "integrations": 5100}
+# "data": 920, and notes of what positions mean, so that a load into another pipeline is refused.
+PYTHON_LINES_MAX = {"": 2700, "state": 5150, "capture": 750, "adapters": 6600, "data": 1040, "integrations": 5100}
 PYTHON_KITS = {"python/shardfast/testing.py"}
 
 

@@ -81,7 +81,7 @@ def _is_of_all(state: Any) -> bool:
 
 
 def _order(step: Any) -> Iterator[str]:
-    """What the order of a pipeline's samples follows from; slices are a data rank's, and functions may change."""
+    """Yields what the order of samples follows from; slices are those of a data rank, and functions may change."""
     names = (*_ORDERS, "_batch_size") if isinstance(step, MapDataset) else _ORDERS
     found = [f"{name[1:]}={getattr(step, name)}" for name in names if hasattr(step, name)]
     if found:

@@ -86,7 +86,7 @@ class Stream(IterableDataset[Any]):
         self._steps = [_noted(step) for step in _steps_of(dataset._prepare_ex_iterable_for_iteration())]
         self._buffer, self._seed, self._epoch = buffer, seed, 0
         # The epoch that set_epoch() announced, if any, in memory that persistent workers share.
-        self._announced = torch.full((), -1, dtype=torch.int64).share_memory_()
+        self._announced = torch.full((), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._units: list[dict[str, Any]] | None = None
         self._waiting: list[Any] = []
         self._is_begun = False

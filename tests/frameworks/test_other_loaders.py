@@ -219,6 +219,16 @@ def test_a_state_of_grain_without_its_order_goes_on(begin):
 
 
 @needs_grain
+@pytest.mark.parametrize("begin", [elastic, plain])
+def test_grain_gets_its_own_state_back(monkeypatch, begin):
+    iterator, seen = begin(source()), []
+    monkeypatch.setattr(type(iterator), "set_state", lambda _, state: seen.append(state))
+    stands = stands_for(iterator)
+    stands.load_state_dict(stands.state_dict())
+    assert seen == [iterator.get_state()]
+
+
+@needs_grain
 def test_a_grain_iterator_by_itself_is_refused_with_what_to_do(tmp_path):
     for wrapped in (lambda it: it, sf.PerRank):
         with pytest.raises(sf.Invalid, match=r"^dataloader: a .* is a data loader: .*shardfast\.Sharded\("):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import shardfast as sf
+from shardfast.adapters import stands_for
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/loaders.md"
 SIZE = 96
@@ -128,6 +129,105 @@ def test_grain_by_a_position_of_all_ranks_reads_each_sample_once(ranks, tmp_path
     assert sorted(got) == list(range(SIZE))
 
 
+def source(size=24, seed=1):
+    import grain.python
+
+    return grain.MapDataset.range(size).shuffle(seed=seed)
+
+
+def elastic(dataset, batch=4):
+    import grain.python
+    from grain.experimental import ElasticIterator
+
+    return iter(ElasticIterator(dataset, batch, grain.sharding.ShardOptions(0, 1)))
+
+
+def mixed(weights):
+    import grain.python
+
+    return iter(grain.IterDataset.mix([source().to_iter_dataset(), source(9).to_iter_dataset()], weights))
+
+
+def windowed(seed):
+    from grain.experimental import WindowShuffleIterDataset
+
+    return iter(WindowShuffleIterDataset(source().to_iter_dataset(), window_size=4, seed=seed))
+
+
+def plain(dataset):
+    return iter(dataset.to_iter_dataset())
+
+
+@needs_grain
+@pytest.mark.parametrize(
+    ("saved", "here", "message"),
+    [
+        (
+            lambda: elastic(source()),
+            lambda: plain(source()),
+            "position is an ElasticIterator's in .* another iterator's",
+        ),
+        (
+            lambda: plain(source()),
+            lambda: elastic(source()),
+            "position is another iterator's in .* an ElasticIterator's",
+        ),
+        (lambda: elastic(source()), lambda: elastic(source(seed=2)), "seed=1.* here.*seed=2"),
+        (lambda: elastic(source()), lambda: elastic(source(25)), "24 samples.* here.*25 samples"),
+        (lambda: elastic(source()), lambda: elastic(source()._parents[0]), r"Shuffle.* here\['24 samples'\]"),
+        (lambda: plain(source()), lambda: plain(source(seed=2)), "seed=1.* here.*seed=2"),
+        (lambda: plain(source()), lambda: plain(source(25)), "24 samples.* here.*25 samples"),
+        (lambda: plain(source().batch(2)), lambda: plain(source().batch(3)), "batch_size=2.* here.*batch_size=3"),
+        (lambda: mixed([1, 1]), lambda: mixed([1, 3]), "proportions=.* here.*proportions="),
+        (lambda: windowed(1), lambda: windowed(2), "seed=1.* here.*seed=2"),
+    ],
+)
+def test_grain_in_another_order_is_refused_by_name(tmp_path, saved, here, message):
+    iterator, other, again = saved(), here(), saved()
+    got = [str(one) for one in itertools.islice(iterator, 2)]
+    sf.save(tmp_path / "a", {"dataloader": sf.Sharded(iterator, 0, 1)})
+    message = message.replace("* here", "* in the checkpoint and from ")
+    with pytest.raises(sf.Invalid, match=f"^dataloader: its .*{message}"):
+        sf.load(tmp_path / "a", {"dataloader": sf.Sharded(other, 0, 1)})
+    sf.load(tmp_path / "a", {"dataloader": sf.Sharded(again, 0, 1)})
+    assert got + [str(one) for one in again] == [str(one) for one in saved()]
+
+
+@needs_grain
+@pytest.mark.parametrize("begin", [elastic, plain])
+def test_grain_with_other_functions_goes_on(tmp_path, begin):
+    iterator = begin(source().map(int))
+    got = [next(iterator)]
+    sf.save(tmp_path / "a", {"dataloader": sf.Sharded(iterator, 0, 1)})
+    again = begin(source())
+    sf.load(tmp_path / "a", {"dataloader": sf.Sharded(again, 0, 1)})
+    assert [str(one) for one in (*got, *again)] == [str(one) for one in begin(source())]
+
+
+@needs_grain
+@pytest.mark.parametrize("begin", [elastic, plain])
+def test_a_state_of_grain_without_its_order_goes_on(begin):
+    """States had none before the order was noted."""
+    iterator, again = begin(source()), begin(source(25))
+    next(iterator)
+    state = iterator.get_state()
+    stands = stands_for(again)
+    state = {"replicated": state, "units": []} if begin is elastic else state
+    stands.check(state)
+    stands.load_state_dict(state)
+    assert again.get_state() == iterator.get_state()
+
+
+@needs_grain
+@pytest.mark.parametrize("begin", [elastic, plain])
+def test_grain_gets_its_own_state_back(monkeypatch, begin):
+    iterator, seen = begin(source()), []
+    monkeypatch.setattr(type(iterator), "set_state", lambda _, state: seen.append(state))
+    stands = stands_for(iterator)
+    stands.load_state_dict(stands.state_dict())
+    assert seen == [iterator.get_state()]
+
+
 @needs_grain
 def test_a_grain_iterator_by_itself_is_refused_with_what_to_do(tmp_path):
     for wrapped in (lambda it: it, sf.PerRank):
@@ -184,9 +284,9 @@ def energon_loader(root, rank, ranks, workers, size=None, buffer=5):
     return get_savable_loader(dataset, watchdog_timeout_seconds=None)
 
 
-def energon_reads(rank, ranks, root, workers, place, batches, resume, size=None):
+def energon_reads(rank, ranks, root, workers, place, batches, resume, size=None, buffer=5):
     """As :func:`grain_reads`; by worker of this rank what it gave out."""
-    loader = energon_loader(root, rank, ranks, workers, size)
+    loader = energon_loader(root, rank, ranks, workers, size, buffer)
     state = {"dataloader": sf.Sharded(loader, rank, ranks)}
     try:
         if resume is not None:
@@ -232,11 +332,61 @@ def test_energons_workers_go_on_in_other_ranks(ranks, tmp_path, webdataset):
 def test_energon_with_more_or_fewer_workers_is_refused(ranks, tmp_path, webdataset):
     place = str(tmp_path / "a")
     ranks(2)(energon_reads, webdataset, 2, place, 5, None)
-    for world, workers in ((2, 3), (2, 0), (3, 1), (1, 2)):
+    for world, workers in ((2, 3), (2, 0), (3, 1), (1, 2), (5, 1)):
         for error in ranks(world)(energon_reads, webdataset, workers, None, 1, place):
             assert error.startswith("Invalid")
             assert "dataloader: this data rank gets the states of" in error
             assert "as many workers on all data ranks together as saved" in error
+
+
+@needs_energon
+@pytest.mark.parametrize(("saved", "here"), [((1, 1), (1, 0)), ((1, 0), (1, 1)), ((2, 0), (1, 2)), ((1, 2), (2, 0))])
+def test_energon_without_workers_and_with_is_refused(ranks, tmp_path, webdataset, saved, here):
+    place = str(tmp_path / "a")
+    ranks(saved[0])(energon_reads, webdataset, saved[1], place, 5, None)
+    kind = "some" if saved[1] else "none"
+    for error in ranks(here[0])(energon_reads, webdataset, here[1], None, 1, place):
+        assert error.startswith("Invalid")
+        assert "dataloader: the states of worker processes are of another kind than that of none" in error
+        assert f"it was saved with {kind}, and its loader has {here[1]}: load as saved" in error
+
+
+@needs_energon
+@pytest.mark.parametrize("workers", [0, 2])
+def test_energon_with_other_settings_is_refused_by_name(ranks, tmp_path, webdataset, workers):
+    place = str(tmp_path / "a")
+    ranks(2)(energon_reads, webdataset, workers, place, 5, None, 2, 5)
+    for error in ranks(2)(energon_reads, webdataset, workers, None, 1, place, 2, 8):
+        assert error.startswith("Invalid")
+        assert "dataloader: its " in error
+        assert "ShuffleBufferDataset.size is 5 in the checkpoint and 8 here" in error
+    for error in ranks(2)(energon_reads, webdataset, workers, None, 1, place, 2, None):
+        assert error.startswith("Invalid")
+        assert "in the checkpoint and" in error
+
+
+@needs_energon
+def test_energon_goes_on_with_a_smaller_batch(tmp_path, webdataset):
+    """It multiplies what it has to skip."""
+    place = str(tmp_path / "a")
+    whole = energon_reads(0, 1, webdataset, 1, None, 8, None, 4)
+    got = energon_reads(0, 1, webdataset, 1, place, 3, None, 4)
+    rest = energon_reads(0, 1, webdataset, 1, None, 10, place, 2)
+    assert [*itertools.chain(*got, *rest)] == [*itertools.chain(*whole)]
+
+
+@needs_energon
+def test_a_state_of_energon_without_settings_goes_on(tmp_path, webdataset):
+    """States had none before settings were noted."""
+    whole = energon_reads(0, 1, webdataset, 0, None, 8, None)
+    loader, again = energon_loader(webdataset, 0, 1, 0), energon_loader(webdataset, 0, 1, 0)
+    got = [batch.text for batch in itertools.islice(loader, 3)]
+    stands, stands_again = stands_for(loader), stands_for(again)
+    state = stands.state_dict()
+    del state["replicated"]["settings"]
+    stands_again.check(state)
+    stands_again.load_state_dict(state)
+    assert got + [batch.text for batch in itertools.islice(again, 5)] == whole
 
 
 @needs_energon
@@ -248,13 +398,15 @@ def test_energon_that_has_not_begun_begins(ranks, tmp_path, webdataset):
 
 
 @needs_energon
-def test_energon_is_loaded_before_it_is_read(tmp_path, webdataset):
-    loader = energon_loader(webdataset, 0, 1, 2)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_energon_is_loaded_before_it_is_read(tmp_path, webdataset, workers):
+    loader = energon_loader(webdataset, 0, 1, workers)
     samples = iter(loader)
-    for step in (0, 1):
-        sf.save(tmp_path / str(step), {"dataloader": sf.Sharded(loader, 0, 1)})
-        with pytest.raises(sf.Invalid, match=r"dataloader: its workers run already, .*: load before iter\(\)"):
-            sf.load(tmp_path / str(step), {"dataloader": sf.Sharded(loader, 0, 1)})
+    for step in range(2):
+        if workers or step:
+            sf.save(tmp_path / str(step), {"dataloader": sf.Sharded(loader, 0, 1)})
+            with pytest.raises(sf.Invalid, match=r"dataloader: it has begun, .*: load before iter\(\)"):
+                sf.load(tmp_path / str(step), {"dataloader": sf.Sharded(loader, 0, 1)})
         next(samples)
 
 

@@ -99,7 +99,7 @@ PYTHON_LINES_MAX = {
     "state": 5170,  # 5,150 and units whose ids clash behind split(), pieces that were saved as none
     "capture": 750,
     "adapters": 6600,
-    "data": 1080,  # 920 and refusals: of positions that are not known, or those of another sampler, order or dataset
+    "data": 1210,  # 920 and refusals of positions that mean other samples: another sampler, order, pipeline or setting
     "integrations": 5100,
 }
 PYTHON_KITS = {"python/shardfast/testing.py"}

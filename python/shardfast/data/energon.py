@@ -1,12 +1,15 @@
 """Energon's loaders by units: the states of their workers, each with what it has left of the data.
 
 Tried with megatron-energon 7.4.1, whose ``SavableDataLoader`` gives out a ``SavableDataLoaderState``: data classes, and
-``FlexState``, a class of dicts. Private names in use, of the loader: ``_has_workers``, ``_epoch_iterator``.
+``FlexState``, a class of dicts. Private names in use, of the loader: ``_has_workers``, ``_epoch_iterator``,
+``_global_sample_idx``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections.abc import Iterator
 from inspect import GEN_CREATED, getgeneratorstate
 from typing import Any
 
@@ -17,7 +20,10 @@ from ..state.catalog import Refused
 from ..state.stateful import Stateful
 from ..state.units import OWN, REPLICATED, UNITS
 
-_SIZE, _NEXT = "micro_batch_size", "next_worker_id"
+_SIZE, _NEXT, _SETTINGS = "micro_batch_size", "next_worker_id", "settings"
+
+_OWN = {"worker_config", "slice_offsets", "len", "batch_size"}
+"""The settings of a dataset that are those of a rank or a worker, and that which Energon compares itself."""
 
 
 def stateful_of(value: object) -> Stateful | None:
@@ -45,7 +51,8 @@ class _Loader(Stateful):
         if state is None:  # it has not begun
             return {REPLICATED: {_SIZE: None}, UNITS: []}
         own = {_NEXT: state.next_worker_id}
-        return {REPLICATED: {_SIZE: state.micro_batch_size}, UNITS: _plain(state.worker_states), OWN: own}
+        shared = {_SIZE: state.micro_batch_size, _SETTINGS: dict(_flat(self._loader.dataset.config()))}
+        return {REPLICATED: shared, UNITS: _plain(state.worker_states), OWN: own}
 
     def _saved(self) -> SavableDataLoaderState | None:
         """Energon's own state. Between ``iter()`` and the first sample it would wait for workers that do not run."""
@@ -60,14 +67,28 @@ class _Loader(Stateful):
             loader._has_workers = True
 
     def check(self, state: Any) -> None:
-        """Refuses the states of another number of workers, and a load into a loader that has begun."""
-        if self._loader._has_workers:
-            raise Refused("its workers run already, and would go on with the old position: load before iter()")
-        if state[UNITS] and len(state[UNITS]) != self._workers:
+        """Refuses the states of other workers or settings, and a load into a loader that has begun."""
+        loader, units = self._loader, state[UNITS]
+        if loader._has_workers or loader._global_sample_idx:
+            raise Refused("it has begun, and would go on with the old position: load before iter(), or into a new one")
+        there = state[REPLICATED].get(_SETTINGS)  # none if it had not begun; older states have none
+        if (units or there is not None) and len(units) != self._workers:
             raise Refused(
-                f"this data rank gets the states of {len(state[UNITS])} workers, and its loader has {self._workers}: "
+                f"this data rank gets the states of {len(units)} workers, and its loader has {self._workers}: "
                 "load with as many workers on all data ranks together as saved, evenly"
             )
+        if units and isinstance(units[0], dict) != (not loader.num_workers):
+            raise Refused(
+                "the states of worker processes are of another kind than that of none, it was saved with "
+                f"{'none' if loader.num_workers else 'some'}, and its loader has {loader.num_workers}: load as saved"
+            )
+        here = dict(_flat(loader.dataset.config()))
+        for name in {**here, **there} if there is not None else ():
+            if there.get(name) != here.get(name):
+                raise Refused(
+                    f"its {name} is {there.get(name)!r} in the checkpoint and {here.get(name)!r} here, and samples "
+                    "would be lost and come again: make the loader with the settings of the save"
+                )
 
     def _write(self, state: Any) -> None:
         if not state[UNITS]:
@@ -91,3 +112,19 @@ def _plain(value: Any) -> Any:
         parts = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **parts)
     return value
+
+
+def _flat(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a dataset that its positions depend on, by path; no flags, names of functions, paths of files."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            is_name = isinstance(value, str) and key not in ("type", "name")
+            if key == "shards":
+                yield f"{path}{key}", hashlib.sha256(repr([*_flat(value)]).encode()).hexdigest()
+            elif not is_name and key not in _OWN and not key.startswith("_"):
+                yield from _flat(value, f"{path}{value.get('type', key) if isinstance(value, dict) else key}.")
+    elif isinstance(settings, (list, tuple)):
+        for number, value in enumerate(settings):
+            yield from _flat(value, f"{path}{number}.")
+    elif isinstance(settings, (str, int, float, type(None))) and not isinstance(settings, bool):
+        yield path.rstrip("."), settings

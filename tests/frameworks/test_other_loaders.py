@@ -411,6 +411,13 @@ def test_energon_is_loaded_before_it_is_read(tmp_path, webdataset, workers):
 
 
 @needs_energon
+def test_energon_in_the_piece_of_another_rank_is_refused(tmp_path, webdataset):
+    loader = energon_loader(webdataset, 1, 2, 0)
+    with pytest.raises(sf.Invalid, match=r"data: expected Sharded\(index=1, count=2\).* found index=0, count=2"):
+        sf.save(tmp_path / "a", {"data": sf.Sharded(loader, 0, 2)})
+
+
+@needs_energon
 def test_energon_by_itself_is_refused_with_what_to_do(tmp_path, webdataset):
     loader = energon_loader(webdataset, 0, 1, 0)
     with pytest.raises(sf.Invalid, match=r"^dataloader: a SavableDataLoader is a data loader: .*shardfast\.Sharded\("):

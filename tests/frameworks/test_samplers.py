@@ -306,9 +306,7 @@ def test_a_piece_that_contradicts_its_sampler_is_refused(tmp_path):
     one = DistributedSampler(NUMBERS, 2, 1)
     sf.save(tmp_path / "a", {"data": piece(loader_of(ours()))})
     for value in (loader_of(one), one):
-        problem = (
-            r"data: expected Sharded\(index=1, count=2\), the sampler's rank and num_replicas, found index=0, count=1"
-        )
+        problem = r"data: expected Sharded\(index=1, count=2\), the rank and .*, found index=0, count=1"
         with pytest.raises(sf.Invalid, match=problem):
             sf.save(tmp_path / "b", {"data": piece(value)})
         refused(tmp_path / "a", value, problem)

@@ -122,19 +122,36 @@ def test_a_state_of_another_object_is_refused():
 # Loads and iterators
 
 
+class Step:
+    """A value that a load fills in place."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
 @pytest.mark.parametrize("wrapped", [lambda one: one, lambda one: sf.Sharded(one, 0, 1)])
 def test_a_load_while_an_iterator_runs_is_refused(tmp_path, wrapped):
     stream = Stream(rows(), 0, 1)
     list(itertools.islice(stream, 3))
-    sf.save(tmp_path / "a", {"data": wrapped(stream)})
+    sf.save(tmp_path / "a", {"data": wrapped(stream), "step": Step(5)})
     again = Stream(rows(), 0, 1)
     iterator = iter(again)
     next(iterator)
-    with pytest.raises(sf.Invalid, match=r"its iterator runs and would .*: load before iter\(\).*stands at data"):
-        sf.load(tmp_path / "a", {"data": wrapped(again)})
+    step = Step(0)
+    with pytest.raises(sf.Invalid, match=r"its iterator runs and would .*: load before iter\(\)"):
+        sf.load(tmp_path / "a", {"data": wrapped(again), "step": step})
+    assert step.number == 0, "nothing was loaded"
+    with pytest.raises(sf.Invalid, match=r"Stream: its iterator runs and would .*: load before iter\(\)"):
+        again.load_state_dict(stream.state_dict())
     assert [one["x"] for one in iterator] == [*range(1, 9), *range(9)], "it goes on as it did"
     for unused in (again, copy.deepcopy(again)):  # a pass has ended
-        sf.load(tmp_path / "a", {"data": wrapped(unused)})
+        sf.load(tmp_path / "a", {"data": wrapped(unused)}, only="data")
         assert [one["x"] for one in unused] == [*range(3, 9), *range(9)]
 
 
@@ -256,3 +273,10 @@ def test_an_epoch_that_is_announced_in_a_pass_is_that_of_the_next():
 def test_an_argument_of_another_kind_is_refused_at_once(call, message):
     with pytest.raises(sf.Invalid, match=message):
         call(rows())
+
+
+def test_a_stream_in_the_piece_of_another_rank_is_refused(tmp_path):
+    stream = Stream(rows(), rank=1, ranks=2)
+    for value in (stream, StatefulDataLoader(stream, batch_size=None)):
+        with pytest.raises(sf.Invalid, match=r"data: expected Sharded\(index=1, count=2\).* found index=0, count=2"):
+            sf.save(tmp_path / "a", {"data": sf.Sharded(value, index=0, count=2)})

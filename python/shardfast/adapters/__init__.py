@@ -74,7 +74,7 @@ def expect_unused(value: object) -> None:
         own()
 
 
-def expect_positions(values: Iterable[tuple[str, object, object]]) -> None:
+def expect_positions(values: Iterable[tuple[str, object]]) -> None:
     """Refuses samplers of ours whose position is not known; see :func:`shardfast.data.sampler.expect_positions`."""
     if "shardfast.data.sampler" in sys.modules:
         _data("sampler").expect_positions(values)

@@ -43,6 +43,12 @@ class _Loader(Stateful):
         self._loader = loader
         self._workers = max(loader.num_workers, 1)
 
+    @property
+    def own_piece(self) -> tuple[int, int]:
+        """The data rank and the number of data ranks."""
+        config = self._loader.dataset.worker_config
+        return config.rank, config.world_size
+
     def __repr__(self) -> str:
         return f"{type(self._loader).__name__}({self._workers} workers)"
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ..errors import Invalid
 from ..state.catalog import Refused
-from ..state.stateful import Sharded
 
 _log = logging.getLogger("shardfast")
 
@@ -153,6 +152,11 @@ class DistributedSampler:
     def _is_read(self) -> bool:
         return self in _newest and _newest[self]() is not None
 
+    @property
+    def own_piece(self) -> tuple[int, int]:
+        """The rank and the number of ranks."""
+        return self.rank, self.num_replicas
+
     def expect_unused(self) -> None:
         """Refuses a load while an iteration goes on, which would not move.
 
@@ -214,36 +218,33 @@ def sampler_of(loader: Any) -> DistributedSampler | None:
     return None
 
 
-def expect_positions(values: Iterable[tuple[str, Any, Any]]) -> None:
+def expect_positions(values: Iterable[tuple[str, Any]]) -> None:
     """Refuses samplers of a state whose position is not known, or would be that of another reader.
 
-    Each object comes with its place, what is declared there, and itself or what stands for it.
+    Each object comes with its place, and itself or what stands for it.
 
     Raises:
-        Invalid: A sampler or batch sampler reads in its own way, its rank is not its piece, or two objects have it.
+        Invalid: A sampler or batch sampler reads in its own way, or two objects have it.
     """
     places: dict[DistributedSampler, str] = {}
-    for place, declared, stateful in values:
+    for place, stateful in values:
         found = getattr(stateful, "value", stateful)
         sampler = found if isinstance(found, DistributedSampler) else sampler_of(found)
         if sampler is None:
             continue
-        batches, own = getattr(found, "batch_sampler", None), (sampler.rank, sampler.num_replicas)
+        batches = getattr(found, "batch_sampler", None)
         reads = getattr(type(batches), "__iter__", None)
-        is_told = batches is None or hasattr(batches, "state_dict") or getattr(reads, "__module__", "") == _BATCHES
+        is_known = batches is None or hasattr(batches, "state_dict") or getattr(reads, "__module__", "") == _BATCHES
         if type(sampler).__iter__ is not DistributedSampler.__iter__:
             problem = (
                 f"{type(sampler).__name__} has an __iter__ of its own, and how far that has read ahead is not known: "
             )
             problem += "take DistributedSampler itself and order the dataset, or give the dataset units"
-        elif not is_told:
+        elif not is_known:
             problem = (
                 f"{type(batches).__name__} has no state, and how far it has read ahead is not known: pass sampler= "
             )
             problem += f"and batch_size= to the loader, take {_BATCHES}.BatchSampler, or give it state_dict()"
-        elif isinstance(declared, Sharded) and (declared.index, declared.count) != own:
-            problem = f"expected Sharded(index={own[0]}, count={own[1]}), the sampler's rank and num_replicas, found "
-            problem += f"index={declared.index}, count={declared.count}: give both the same"
         elif places.setdefault(sampler, place) != place:
             problem = f"its sampler is that of {places[sampler]}, too: give each loader a sampler of its own"
         else:

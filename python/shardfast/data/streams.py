@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ..errors import Invalid
+from ..state.catalog import Refused
 from ..state.units import OWN, REPLICATED, UNITS
 
 _SHARD_WEIGHT = 1 << 20  # beside a buffered sample's, so that pieces get as many shards
@@ -100,6 +101,20 @@ class Stream(IterableDataset[Any]):
         """Takes up a copy's state: no iterator reads it, and its workers share memory of its own."""
         self.__dict__.update(state, _iterators=0)
         self._announced.share_memory_()
+
+    @property
+    def own_piece(self) -> tuple[int, int]:
+        """The data rank and the number of data ranks."""
+        return self._rank, self._ranks
+
+    def expect_unused(self) -> None:
+        """Refuses a load while an iterator is read, which would not move.
+
+        Raises:
+            Refused: One is.
+        """
+        if self._iterators:
+            raise Refused("its iterator runs and would go on with the old position: load before iter()")
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next pass, from which the draws follow. A pass after a load goes on with its own."""
@@ -207,8 +222,10 @@ class Stream(IterableDataset[Any]):
                     f"Stream: it is another stream, where positions mean other samples ({name}: {there} in the "
                     f"checkpoint, {own} here): load into the same steps over the same files, with the same batch sizes"
                 )
-        if self._iterators:
-            raise Invalid("Stream: its iterator runs and would go on with the old position: load before iter()")
+        try:
+            self.expect_unused()
+        except Refused as refused:
+            raise Invalid(f"Stream: {refused}") from refused
         self._epoch = state[REPLICATED]["epoch"]
         self._units = [dict(unit) for unit in state[UNITS] if "sample" not in unit]
         self._waiting = [unit["sample"] for unit in state[UNITS] if "sample" in unit]

@@ -25,7 +25,7 @@ from .. import adapters as frameworks
 from ..errors import Invalid
 from .catalog import Adapter, Bundle, Layout, Module, NamedPart, Owner, Refused, item_bytes
 from .parts import changed_as, name_of, pieces_of
-from .stateful import PerRank, Sharded
+from .stateful import PerRank, Sharded, expect_own_piece
 from .values import DEPTH_MAX, Trail, dotted
 
 PIECE = ".piece."
@@ -237,7 +237,7 @@ def walk(state: object) -> Walked:
 
 def walk_units(units: Sequence[Unit], adapters: list[Adapter]) -> Walked:
     """Walks a state's units as :func:`walk` does."""
-    frameworks.expect_positions((unit.place, unit.value, unit.stateful) for unit in units)
+    _expect_readers(units)
     modules: dict[int, Bundle] = {}
     named = _Named({}, {}, frozenset(id(changed) for unit in units for changed in _objects_of(unit.value)))
     owners = [_owner(unit.value, adapters) for unit in units]
@@ -278,9 +278,16 @@ def _standing(unit: Unit, owner: Adapter | None, adapters: Sequence[Adapter]) ->
             yield leaf.name, leaf.tensor
 
 
+def _expect_readers(units: Sequence[Unit]) -> None:
+    """Refuses readers of data that are another piece than is declared, or whose position is not known."""
+    for unit in units:
+        expect_own_piece(unit.place, unit.value, unit.stateful)
+    frameworks.expect_positions((unit.place, unit.stateful) for unit in units)
+
+
 def rest_of(units: Sequence[Unit], bundles: Sequence[Unit], adapters: Sequence[Adapter]) -> list[Entry] | None:
     """The entries of a state beside some bundles; ``None`` if there are other bundles, too."""
-    frameworks.expect_positions((unit.place, unit.value, unit.stateful) for unit in units)
+    _expect_readers(units)
     rest = [unit for unit in units if not any(unit is bundle for bundle in bundles)]
     owners = [_owner(unit.value, adapters) for unit in rest]
     pure_keys = _pure_keys(rest, owners, adapters) - {bundle.key for bundle in bundles}

@@ -118,6 +118,24 @@ class Sharded:
         return f"Sharded({self.value!r}, index={self.index}, count={self.count})"
 
 
+def expect_own_piece(place: str, declared: object, stateful: object) -> None:
+    """Refuses a piece that is not that of the reader in it: a loader's dataset or sampler may know its data rank.
+
+    Raises:
+        Invalid: It is another one.
+    """
+    if not isinstance(declared, Sharded):
+        return
+    value: Any = getattr(stateful, "value", stateful)
+    readers = [value, *(getattr(value, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
+    for own in (getattr(one, "own_piece", None) for one in (*readers, getattr(readers[-1], "sampler", None))):
+        if isinstance(own, tuple) and own != (declared.index, declared.count):
+            raise Invalid(
+                f"{place}: expected Sharded(index={own[0]}, count={own[1]}), the rank and the number of ranks of what "
+                f"it holds, found index={declared.index}, count={declared.count}: give both the same"
+            )
+
+
 class Stateful:
     """A value that one function reads at each save, and another one sets at each load.
 

@@ -8,6 +8,7 @@ iterator's ``_finished``, and ``base_dataloader`` of accelerate's wrappers.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
 import sys
@@ -334,7 +335,9 @@ def _has_state(value: object) -> bool:
 def _expect_slots(dataset: Any, there: set[str]) -> None:
     """Refuses a state that this dataset does not take, or one that lacks what the dataset goes on from."""
     is_iterable = isinstance(dataset, IterableDataset)
-    iterator = iter(dataset) if is_iterable else None
+    # A generator has no state: that of others is known only once iter() has made one, as torchdata does, too.
+    makes_iterator = is_iterable and not inspect.isgeneratorfunction(type(dataset).__iter__)
+    iterator = iter(dataset) if makes_iterator else None
     here = {_DATASET} if _has_state(dataset) and iterator is not dataset else set()
     here |= {_ITERATOR} if _has_state(iterator) else set()
     if there - here or (is_iterable and here and not there):

@@ -396,10 +396,14 @@ fn seeds() -> u64 {
 #[test]
 fn what_is_committed_is_what_the_training_had() {
     let mut endings = Endings::default();
-    (FIRST..FIRST + seeds()).for_each(|seed| run(seed, &mut endings));
+    for seed in FIRST..FIRST + 2 * seeds() {
+        // On a busy machine fewer gradients come in time: then it takes more seeds.
+        if seed < FIRST + seeds() || endings.replayed <= 10 * MIB {
+            run(seed, &mut endings);
+        }
+    }
     let Endings { replayed, refused, released } = endings;
-    // On a busy machine fewer gradients come in time.
-    assert!(replayed > 4 * MIB && released > 0, "{replayed} {released}");
+    assert!(replayed > 10 * MIB && released > 0, "{replayed} {released}");
     for moment in Moment::ALL {
         assert!(refused.contains_key(&Some(moment)), "no save was refused for {moment:?}: {refused:?}");
     }

@@ -280,9 +280,10 @@ def _standing(unit: Unit, owner: Adapter | None, adapters: Sequence[Adapter]) ->
 
 def _expect_readers(units: Sequence[Unit]) -> None:
     """Refuses readers of data that are another piece than is declared, or whose position is not known."""
-    for unit in units:
+    readers = [unit for unit in units if unit.stateful is not None]  # most are tensors, and each save comes here
+    for unit in readers:
         expect_own_piece(unit.place, unit.value, unit.stateful)
-    frameworks.expect_positions((unit.place, unit.stateful) for unit in units)
+    frameworks.expect_positions((unit.place, unit.stateful) for unit in readers)
 
 
 def rest_of(units: Sequence[Unit], bundles: Sequence[Unit], adapters: Sequence[Adapter]) -> list[Entry] | None:

@@ -118,6 +118,8 @@ def wrong(rank, world, place):
         "tuple": {"loader": sf.Sharded(Raw(({"id": rank},)), rank, 2)},
         "tensor": {"loader": sf.Sharded(Raw(torch.arange(3)), rank, 2)},
         "deep": {"extra": {"a": {"b": sf.Sharded(3, rank, 2)}}},
+        "owned": {"loader": [sf.Sharded(Loader([7]), 0, 1), sf.PerRank(Loader([7]))][rank]},
+        "shared": {"loader": [Loader([7]), sf.Sharded(Loader([7]), 0, 1)][rank]},
     }.items():
         found[name] = error_of(sf.save, f"{place}/{name}", state)
     sf.save(f"{place}/ids", {"loader": sf.Sharded(Loader([{"id": ("a", 7)}]), rank, 2)})
@@ -140,6 +142,9 @@ def test_bad_input_is_refused_on_every_rank_before_anything_changes(ranks, tmp_p
     assert "found a tuple as units" in one["tuple"]
     assert "found a Tensor as units" in one["tensor"]
     assert "directly below it, not deeper" in one["deep"]
+    for name, rank in (("owned", 1), ("shared", 0)):
+        assert "loader/value: expected a piece of it on every rank, found Sharded on some" in one[name]
+        assert f"on rank {rank}: use Sharded" in one[name]
     assert "units 0 and 1 have one id, ('tuple', ['a', 7])" in one["ids"]
     assert "no rank here has piece 1 of the 2 of loader/value" in one["lacking"]
 

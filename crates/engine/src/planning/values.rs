@@ -210,8 +210,8 @@ fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<Value
     Ok((all, each))
 }
 
-/// Refuses a value in pieces of which some are nowhere, of which ranks count differently, or of which two ranks have
-/// different states.
+/// Refuses a value in pieces that some rank has whole, of which some are nowhere, of which ranks count differently, or of
+/// which two ranks have different states.
 fn expect_pieces(by_name: &BTreeMap<LeafName, Copies>) -> Result<()> {
     let mut whole: BTreeMap<(&str, &str), BTreeMap<u32, Vec<u32>>> = BTreeMap::new();
     let mut problems = Vec::new();
@@ -231,6 +231,13 @@ fn expect_pieces(by_name: &BTreeMap<LeafName, Copies>) -> Result<()> {
         }
     }
     for ((key, name), counts) in whole {
+        if let Some(copies) = by_name.get(&LeafName { key: key.to_owned(), name: name.to_owned() }) {
+            let ranks = RankSet::new(copies.by_digest.values().flatten().map(|copy| copy.0));
+            problems.push(format!(
+                "{key}/{name}: expected a piece of it on every rank, found Sharded on some and a value of another kind on \
+                 {ranks}: use Sharded(value, index, count) on all ranks, or on none"
+            ));
+        }
         let contributions: Vec<String> = counts.keys().map(u32::to_string).collect();
         if contributions.len() > 1 {
             problems.push(format!(

@@ -6,6 +6,7 @@ module of tests, which imports that module and forks the ranks that begin with a
 """
 
 import array
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -171,21 +172,29 @@ def serve_ranks(connection: socket.socket) -> None:
         except EOFError:
             break
         if isinstance(asked, int):
-            os.kill(asked, signal.SIGKILL)
             started.remove(asked)
-            send(connection, os.waitpid(asked, 0)[1])
+            send(connection, ended(asked))
             continue
         pid = os.fork()
         if pid == 0:
             connection.close()
+            os.setpgid(0, 0)
             run(asked, descriptors)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have done that, and ended
+            os.setpgid(pid, pid)
         for descriptor in descriptors:
             os.close(descriptor)
         started.add(pid)
         send(connection, pid)
     for pid in started:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        ended(pid)
+
+
+def ended(pid: int) -> int:
+    """Kills a rank and the processes that it has started, such as workers of a library; its status."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
 
 
 def check_alone(after: str) -> None:

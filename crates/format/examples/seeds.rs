@@ -18,6 +18,7 @@ fn main() -> std::io::Result<()> {
         ("manifest", seeds::manifests()),
         ("commit", seeds::commits()),
         ("object", seeds::objects()),
+        ("columns", seeds::columns()),
     ];
     for (target, files) in targets {
         let directory = corpus.join(target);

@@ -5,6 +5,7 @@
 
 pub mod catalog;
 pub mod checksum;
+pub mod columns;
 pub mod commit;
 mod container;
 mod digits;
@@ -20,6 +21,7 @@ mod version;
 
 pub use catalog::{Catalog, Leaf, LeafBody, LeafName, Owner};
 pub use checksum::{BLOCK_BYTES, Crc64, crc64, crc64_joined, sha256};
+pub use columns::{Columns, Number};
 pub use commit::Commit;
 pub use container::NDIM_MAX;
 pub use dtype::DType;
@@ -28,8 +30,8 @@ pub use header::{DataHeader, EntrySpec, FileLayout, HeaderEntry};
 pub use index::hugging_face_index;
 pub use manifest::{Extent, FileEntry, LeafKind, LeafRef, Manifest, ManifestBuilder, SaveInfo};
 pub use name::{
-    COMMIT, COPYING, LEAVING, PINNED, attempt_of, data_file, is_own_path, manifest_name, parse_step_dir, part_name,
-    step_dir, value_name,
+    COMMIT, COPYING, LEAVING, PINNED, TELEMETRY, attempt_of, data_file, is_own_path, manifest_name, parse_record_name,
+    parse_step_dir, part_name, record_name, step_dir, value_name,
 };
 pub use object::{Int, Tag, Value};
 pub use region::{Dims, FlatRun, Region};

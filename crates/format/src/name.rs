@@ -16,11 +16,17 @@ pub const PINNED: &str = ".pinned";
 /// Mark of a directory into which a copy is being made.
 pub const COPYING: &str = ".copying";
 
+/// Directory of a run that holds what its saves and loads did, one object for each.
+pub const TELEMETRY: &str = ".telemetry";
+
 /// Longest key, in bytes: fits into one path component of any file system.
 pub const KEY_BYTES_MAX: usize = 200;
 
 /// Index of a key's directory, with which the Hugging Face stack opens it.
 pub const HUGGING_FACE_INDEX: &str = "model.safetensors.index.json";
+
+/// Digits of the time in a record's name: enough for some three centuries, so that names sort by time.
+const RECORD_TIME_DIGITS: usize = 13;
 
 const STEP_PREFIX: &str = "step-";
 const MANIFEST_PREFIX: &str = "manifest-";
@@ -35,6 +41,20 @@ pub fn parse_step_dir(name: &str) -> Option<u64> {
     let digits = name.strip_prefix(STEP_PREFIX)?;
     let step = digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok())??;
     (step_dir(step) == name).then_some(step)
+}
+
+/// Returns the name in [`TELEMETRY`] of the record of a save, or else of a load, that was requested at that time, in
+/// milliseconds since 1970: `1700000000000-save-00001000.safetensors`.
+pub fn record_name(unix_ms: u64, is_save: bool, step: u64) -> String {
+    let verb = if is_save { "save" } else { "load" };
+    format!("{unix_ms:0RECORD_TIME_DIGITS$}-{verb}-{step:08}.safetensors")
+}
+
+/// Returns the step of a record that is named exactly as by [`record_name`].
+pub fn parse_record_name(name: &str) -> Option<u64> {
+    let mut parts = name.strip_suffix(".safetensors")?.splitn(3, '-');
+    let (unix_ms, verb, step) = (parts.next()?.parse().ok()?, parts.next()?, parts.next()?.parse().ok()?);
+    (record_name(unix_ms, verb == "save", step) == name).then_some(step)
 }
 
 /// Returns the manifest's file name: `manifest-<attempt>`, so that two attempts never write the same file.

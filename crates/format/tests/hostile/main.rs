@@ -4,6 +4,7 @@
 #![allow(unsafe_code)] // for the counting allocator below, which is all that needs it
 
 mod decoders {
+    pub(crate) mod columns;
     pub(crate) mod commit;
     pub(crate) mod header;
     pub(crate) mod manifest;
@@ -134,6 +135,11 @@ fn manifests() {
 #[test]
 fn commit_records() {
     attack(&seeds::commits(), decoders::commit::decode, decoders::commit::hold);
+}
+
+#[test]
+fn columns_of_records() {
+    attack(&seeds::columns(), decoders::columns::decode, decoders::columns::hold);
 }
 
 #[test]

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
-use shardfast_format::{BLOCK_BYTES, DType, Dims, EntrySpec, FileLayout, ManifestBuilder, Tag, Value, crc64, object};
+use shardfast_format::{
+    BLOCK_BYTES, Columns, DType, Dims, EntrySpec, FileLayout, ManifestBuilder, Tag, Value, crc64, object,
+};
 
 use crate::sample;
 use crate::values::{int, payload, tagged, text};
@@ -73,4 +75,17 @@ pub(crate) fn objects() -> Vec<Vec<u8>> {
     let all = Value::List(tags.to_vec());
     let values = [nested, plain, all].into_iter().chain(tags);
     values.map(|value| object::encode(&value).expect("a sound value")).collect()
+}
+
+/// Returns columns with notes, of every type of number, with and without rows.
+pub(crate) fn columns() -> Vec<Vec<u8>> {
+    let mut columns = Columns::default();
+    columns.notes.insert("shardfast.telemetry".to_owned(), "1".to_owned());
+    columns.notes.insert("text".to_owned(), "\"a\" \u{e4}".to_owned());
+    let empty = columns.clone();
+    columns.add("bytes", 1, &[1_u64, u64::MAX, 0]).expect("whole rows");
+    columns.add("by_duration", 2, &[1_u16, 2, 3, 4, 5, 6]).expect("whole rows");
+    columns.add("files", 3, &[7_u32; 9]).expect("whole rows");
+    columns.add("said", 1, &[0_u8, 1, 1]).expect("whole rows");
+    vec![empty.encode(), columns.encode()]
 }

@@ -81,6 +81,8 @@ pub(crate) struct Call {
     hash: CallHash,
     /// `true` if its attempt certainly leaves no files once it has ended.
     is_void: AtomicBool,
+    /// `true` once all ranks have met in it.
+    has_met: AtomicBool,
 }
 
 /// A rank's description of its call, sent when the ranks' calls differ.
@@ -125,7 +127,16 @@ impl Calls {
         let hash = hash(&identity, attempt);
         let id = Arc::new(CallId { what, detail, number: AtomicU64::new(first_number) });
         let calls = Arc::clone(self);
-        Call { calls, id, first_number, attempt, is_save, hash, is_void: AtomicBool::new(false) }
+        Call {
+            calls,
+            id,
+            first_number,
+            attempt,
+            is_save,
+            hash,
+            is_void: AtomicBool::new(false),
+            has_met: AtomicBool::new(false),
+        }
     }
 
     /// Returns a sentence for each call that has waited for `patience` and was not reported before, and whether any
@@ -201,9 +212,15 @@ impl Call {
     /// Records that all ranks have met in this call.
     pub(crate) fn met(&self, has_failed: bool) {
         self.is_void.store(has_failed, Ordering::Relaxed);
+        self.has_met.store(true, Ordering::Relaxed);
         let mut state = self.calls.state();
         state.unmatched.clear();
         state.absences.0.clear();
+    }
+
+    /// Returns whether all ranks have met in this call.
+    pub(crate) fn has_met(&self) -> bool {
+        self.has_met.load(Ordering::Relaxed)
     }
 
     /// Records that the call fails on all ranks that made it, since not all did. No files of it remain.

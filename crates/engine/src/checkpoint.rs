@@ -8,12 +8,17 @@ use serde::{Deserialize, Serialize};
 use shardfast_format::Manifest;
 use shardfast_store::Store;
 use shardfast_transfer::error::{Error, Kind, Result, retry};
+use shardfast_transfer::events::Phase;
+use shardfast_transfer::observed::Observed;
 use shardfast_transfer::reader::Files;
+use shardfast_transfer::report::Report;
 use shardfast_transfer::timeout::Timeout;
 
 use crate::commit;
 use crate::engine::Engine;
 use crate::foreign;
+use crate::listen::Verb;
+use crate::listened::Listened;
 
 /// A committed checkpoint whose manifest is verified.
 pub struct Checkpoint {
@@ -27,6 +32,8 @@ pub struct Checkpoint {
     pub url: String,
     /// Size of the encoded manifest in bytes.
     pub manifest_bytes: u64,
+    /// Load that it was opened for, and the number of the operation that opened it.
+    load: Option<(Arc<Listened>, u64)>,
 }
 
 impl Checkpoint {
@@ -58,7 +65,7 @@ impl Checkpoint {
     pub fn agree_match(&self, touched: &[u32], problems: &[String], deadline: Duration) -> Result<MatchSummary> {
         let operation = self.engine.begin(format!("match {}", self.url), deadline);
         let contribution = Ok((touched.to_vec(), problems.to_vec()));
-        operation.agree("open", contribution, |ranks: Vec<(Vec<u32>, Vec<String>)>| {
+        let matched = operation.agree("open", contribution, |ranks: Vec<(Vec<u32>, Vec<String>)>| {
             let mut is_touched = vec![false; self.manifest.len()];
             let mut merged: Vec<(Vec<u32>, String)> = Vec::new();
             let mut place: HashMap<String, usize> = HashMap::new();
@@ -79,7 +86,9 @@ impl Checkpoint {
             }
             let untouched = (0..).zip(&is_touched).filter(|(_, touched)| !**touched).map(|(leaf, _)| leaf).collect();
             Ok(vec![MatchSummary { untouched, problems: merged }; world])
-        })
+        });
+        self.ended(Phase::Matched);
+        self.noted(matched)
     }
 
     /// Waits for all ranks, which call it after a step of a load that each makes alone.
@@ -88,7 +97,18 @@ impl Checkpoint {
     /// When the ranks do not all call it in time, or one of them refuses.
     pub fn barrier(&self, deadline: Duration) -> Result<()> {
         let operation = self.engine.begin(format!("install {}", self.url), deadline);
-        operation.agree("open", Ok(()), |ranks: Vec<()>| Ok(ranks))
+        self.noted(operation.agree("open", Ok(()), |ranks: Vec<()>| Ok(ranks)))
+    }
+
+    /// Waits like [`barrier`](Checkpoint::barrier) at the end of the load.
+    ///
+    /// # Errors
+    /// As [`barrier`](Checkpoint::barrier).
+    pub fn done(&self, deadline: Duration) -> Result<()> {
+        self.barrier(deadline)?;
+        self.ended(Phase::Loaded);
+        self.conclude(&Ok(()));
+        Ok(())
     }
 
     /// Refuses like [`Engine::refuse`] of the engine that opened this checkpoint.
@@ -116,7 +136,68 @@ impl Checkpoint {
             manifest: decoded,
             url: url.to_owned(),
             manifest_bytes: manifest.len() as u64,
+            load: None,
         })
+    }
+
+    /// Returns this checkpoint on another engine and store, none of its files opened, for reads that are no part of its
+    /// load.
+    pub fn anew(&self, engine: Arc<Engine>, store: Arc<dyn Store>) -> Checkpoint {
+        let (manifest, timeout) = (Arc::clone(&self.manifest), self.files.timeout.clone());
+        Checkpoint {
+            engine,
+            files: Files::new(store, self.url.clone(), Arc::clone(&manifest), timeout, commit::missing),
+            manifest,
+            url: self.url.clone(),
+            manifest_bytes: self.manifest_bytes,
+            load: None,
+        }
+    }
+
+    /// Returns the same checkpoint, opened for that load by the operation of that number.
+    pub(crate) fn opened(mut self, load: Arc<Listened>, number: u64) -> Checkpoint {
+        load.observed.ended(Phase::Opened);
+        self.files.observed = Some(Arc::clone(&load.observed));
+        self.load = Some((load, number));
+        self
+    }
+
+    /// Notes the end of a phase of the load.
+    pub(crate) fn ended(&self, phase: Phase) {
+        if let Some((load, _)) = &self.load {
+            load.observed.ended(phase);
+        }
+    }
+
+    /// Returns the report of the load so far; `None` for a checkpoint that a single rank has opened.
+    pub fn report(&self) -> Option<Report> {
+        self.load.as_ref().map(|(load, _)| load.observed.report())
+    }
+
+    /// Notes that the load has failed, if it has.
+    pub(crate) fn noted<T>(&self, outcome: Result<T>) -> Result<T> {
+        if let Err(error) = &outcome {
+            self.conclude(&Err(error.clone()));
+        }
+        outcome
+    }
+
+    /// Notes the outcome of the load. Only the first call counts.
+    fn conclude(&self, outcome: &Result<()>) {
+        if let Some((load, number)) = &self.load
+            && load.note_outcome(outcome, Some(*number))
+        {
+            load.collect_later(&self.engine);
+        }
+    }
+}
+
+impl Drop for Checkpoint {
+    /// Concludes a load that other ranks have ended: this one has failed where the engine does not see it.
+    fn drop(&mut self) {
+        if self.report().is_some_and(|report| report.phases_ms.contains_key(Phase::Agreed.word())) {
+            self.conclude(&Err(Error::invalid("given up by its caller")));
+        }
     }
 }
 
@@ -137,8 +218,10 @@ pub struct MatchSummary {
 /// instead), `Corrupt`, `Unsupported` for a newer format, the store's errors.
 pub fn open(engine: &Arc<Engine>, url: &str, timeout: impl Into<Timeout>) -> Result<Checkpoint> {
     let timeout = timeout.into();
-    let store = engine.store(url, &timeout.shared()).map_err(|error| foreign::explained(url, error));
-    open_from(engine, store, url, timeout)
+    let observed = Arc::new(Observed::default());
+    let store = engine.observed_store(url, &timeout.shared(), &observed);
+    let store = store.map_err(|error| foreign::explained(url, error));
+    open_as(engine, store, url, timeout, observed)
 }
 
 /// Opens like [`open`] from a store that is already open at the checkpoint's place; `url` names the checkpoint in
@@ -152,13 +235,24 @@ pub fn open_from(
     url: &str,
     timeout: impl Into<Timeout>,
 ) -> Result<Checkpoint> {
-    let timeout = timeout.into();
+    open_as(engine, store, url, timeout.into(), Arc::default())
+}
+
+fn open_as(
+    engine: &Arc<Engine>,
+    store: Result<Arc<dyn Store>>,
+    url: &str,
+    timeout: Timeout,
+    observed: Arc<Observed>,
+) -> Result<Checkpoint> {
     let operation = engine.begin(format!("open {url}"), timeout.within());
+    let load = Listened::begin(engine, observed, Verb::Load, (url, None));
     let manifest = operation.agree("open", store.as_ref().map(|_| ()).map_err(Error::clone), |ranks| {
         let manifest = store.as_ref().map_err(Error::clone).and_then(|store| read(&**store, url, &timeout.shared()))?;
         Ok(vec![manifest; ranks.len()])
     })?;
-    Ok(Checkpoint::new(engine, url, store?, &manifest)?.within(timeout))
+    let checkpoint = Checkpoint::new(engine, url, store?, &manifest)?.within(timeout);
+    Ok(checkpoint.opened(Arc::new(load), operation.number()))
 }
 
 /// Returns the verified manifest at `url`, or an error that describes what is there instead.

@@ -1,6 +1,6 @@
 //! Holds the job's engine: the state that all of its saves and loads share.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use shardfast_coord::Coord as Ranks;
@@ -10,11 +10,13 @@ use shardfast_store::Store;
 use shardfast_transfer::Accelerators;
 use shardfast_transfer::error::{Error, Result, random_below, retry};
 use shardfast_transfer::memory::staging_bytes_default;
+use shardfast_transfer::observed::Observed;
 use shardfast_transfer::staging::Staging;
 use shardfast_transfer::timeout::Timeout;
 
 use crate::background::Background;
 use crate::calls::Calls;
+use crate::listen::Listener;
 use crate::plans;
 
 /// Duration from which a save fails instead of committing: a sweep may remove files of twice that age.
@@ -61,6 +63,8 @@ pub struct Engine {
     /// Function of the world's size that returns a rank's pause before its first request; tests have another.
     pub(crate) spread: fn(u32) -> Duration,
     pub(crate) calls: Arc<Calls>,
+    /// Listener to its saves and loads.
+    pub(crate) listener: OnceLock<Arc<dyn Listener>>,
     /// Timeout of calls without a deadline.
     timeout: Timeout,
 }
@@ -113,6 +117,7 @@ impl Engine {
             save_max: SAVE_MAX,
             spread,
             calls: Arc::default(),
+            listener: OnceLock::new(),
             timeout,
         })
     }
@@ -146,6 +151,17 @@ impl Engine {
             return Err(Error::invalid(message));
         };
         Ok(planned.writes)
+    }
+
+    /// Opens the store at a URL, for reading, whose operations `observed` observes.
+    pub(crate) fn observed_store(
+        &self,
+        url: &str,
+        timeout: &Timeout,
+        observed: &Arc<Observed>,
+    ) -> Result<Arc<dyn Store>> {
+        let storage = self.storage.observed_by(Arc::clone(observed) as Arc<dyn shardfast_store::Observer>);
+        retry(timeout, || Ok(shardfast_store::open_on(url, &storage)?))
     }
 
     /// Opens the store at a URL, for reading, with the state that this engine's stores share.

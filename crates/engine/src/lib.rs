@@ -14,6 +14,8 @@ mod engine;
 pub mod files_exist;
 mod foreign;
 mod layout;
+pub mod listen;
+mod listened;
 pub mod load;
 pub mod locate;
 mod operation;

@@ -10,6 +10,7 @@
 use std::time::Duration;
 
 use shardfast_transfer::error::Result;
+use shardfast_transfer::events::Phase;
 use shardfast_transfer::sink::Want;
 
 use crate::checkpoint::Checkpoint;
@@ -43,8 +44,12 @@ impl Checkpoint {
     ) -> Result<Loaded> {
         let operation = self.engine.begin(format!("load {}", self.url), deadline);
         let plan = self.plan(wants, values);
-        let route = peers::agree_route(&operation, self, peer_reads, &plan, (wants, values), carrier)?;
+        self.ended(Phase::Planned);
+        let route = peers::agree_route(&operation, self, peer_reads, &plan, (wants, values), carrier);
+        let route = self.noted(route)?;
+        self.ended(Phase::Agreed);
         let outcome = route.read(&operation, self, plan, wants);
-        peers::agree_done(&operation, outcome)
+        self.ended(Phase::Read);
+        self.noted(peers::agree_done(&operation, outcome))
     }
 }

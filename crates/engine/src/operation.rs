@@ -93,6 +93,11 @@ impl Operation {
         self.call.id().number()
     }
 
+    /// Returns the operation's number once ranks have met in it.
+    pub(crate) fn number_met(&self) -> Option<u64> {
+        self.call.has_met().then(|| self.number())
+    }
+
     /// Identifies this attempt among all of its meeting; known before ranks have met.
     pub(crate) fn attempt_seed(&self) -> Vec<u8> {
         self.call.attempt_seed()

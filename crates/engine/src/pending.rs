@@ -19,25 +19,30 @@ pub struct Pending {
 
 impl Pending {
     /// Runs `save` on a thread of its own, of `background` if there is one. `captured` is whether nothing of it is
-    /// captured eagerly.
-    pub(crate) fn spawn(
+    /// captured eagerly. It returns the outcome, and what else is to be done when that is known.
+    pub(crate) fn spawn<Rest: FnOnce()>(
         background: Option<&Background>,
         captured: bool,
-        save: impl FnOnce(&Progress) -> Result<()> + Send + 'static,
+        save: impl FnOnce(&Progress) -> (Result<()>, Rest) + Send + 'static,
     ) -> Pending {
         let shared = Arc::new(Shared::new(captured));
         let progress = Progress::new(Arc::clone(&shared));
         let body = move || {
-            let outcome =
-                catch_unwind(AssertUnwindSafe(|| save(&progress))).unwrap_or_else(|panic| Err(panicked(&*panic)));
-            let mut state = progress.shared.lock();
-            state.outcome = Some(outcome);
+            let (outcome, rest) = match catch_unwind(AssertUnwindSafe(|| save(&progress))) {
+                Ok((outcome, rest)) => (outcome, Some(rest)),
+                Err(panic) => (Err(panicked(&*panic)), None),
+            };
+            progress.shared.lock().outcome = Some(outcome);
+            progress.shared.changed.notify_all();
+            let _ = catch_unwind(AssertUnwindSafe(|| rest.map(|rest| rest())));
+            progress.shared.lock().is_over = true;
             progress.shared.changed.notify_all();
         };
         let of = Arc::clone(&shared);
         let unable = move |error| {
             let failure = Error::new(Kind::Exhausted, format!("no thread for the save: {error}"));
-            of.lock().outcome = Some(Err(failure));
+            let mut state = of.lock();
+            (state.outcome, state.is_over) = (Some(Err(failure)), true);
             of.changed.notify_all();
         };
         match background {
@@ -81,6 +86,11 @@ impl Pending {
         self.wait("committed", timeout, |state| state.outcome.clone())
     }
 
+    /// Waits until nothing is done for the save any more, for at most `timeout`. Its outcome is known before.
+    pub fn over(&self, timeout: Duration) {
+        self.shared.wait(Some(timeout), |state| state.is_over.then_some(()));
+    }
+
     /// Returns whether the save has ended, with or without success.
     pub fn done(&self) -> bool {
         self.shared.lock().outcome.is_some()
@@ -102,7 +112,7 @@ impl Pending {
 
     /// Returns the results of the save so far.
     pub fn report(&self) -> Report {
-        self.shared.recorder.report()
+        self.shared.observed.report()
     }
 
     fn wait(

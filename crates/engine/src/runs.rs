@@ -7,12 +7,15 @@ use serde::{Deserialize, Serialize};
 use shardfast_format::{COMMIT, Commit, parse_step_dir, step_dir};
 use shardfast_store::{Entry, Shared, Store};
 use shardfast_transfer::error::{Error, Kind, Result, retry};
+use shardfast_transfer::observed::Observed;
 use shardfast_transfer::timeout::Timeout;
 
 use crate::checkpoint::Checkpoint;
 use crate::commit;
 use crate::engine::Engine;
 use crate::foreign;
+use crate::listen::Verb;
+use crate::listened::Listened;
 
 /// One step of a run.
 #[derive(Debug, Clone)]
@@ -125,6 +128,7 @@ struct Found {
 /// The same on every rank: the error of the newest committed one unless `older`; as [`list`].
 pub fn newest(engine: &Arc<Engine>, url: &str, below: Option<u64>, older: bool, deadline: Duration) -> Result<Newest> {
     let operation = engine.begin(format!("restore {url}"), deadline);
+    let observed = Arc::<Observed>::default();
     let Found { found, skipped } = operation.agree("open", Ok((below, older)), |ranks| {
         if let Some(rank) = ranks.iter().position(|&asked| asked != (below, older)) {
             return Err(Error::invalid(format!(
@@ -134,14 +138,16 @@ pub fn newest(engine: &Arc<Engine>, url: &str, below: Option<u64>, older: bool, 
             )));
         }
         let timeout = Timeout::of_call(deadline);
-        let store = engine.store(url, &timeout)?;
+        let store = engine.observed_store(url, &timeout, &observed)?;
         Ok(vec![find(&*store, url, below, older, &timeout)?; ranks.len()])
     })?;
     let Some((step, manifest)) = found else { return Ok(Newest { found: None, skipped }) };
     let url = step_url(url, step);
+    let load = Listened::begin(engine, observed, Verb::Load, (&url, Some(step)));
+    let store = engine.observed_store(&url, &deadline.into(), &load.observed);
+    let checkpoint = store.and_then(|store| Checkpoint::new(engine, &url, store, &manifest));
     let checkpoint =
-        engine.store(&url, &deadline.into()).and_then(|store| Checkpoint::new(engine, &url, store, &manifest));
-    let checkpoint = checkpoint.map(|checkpoint| checkpoint.within(deadline.into()));
+        checkpoint.map(|checkpoint| checkpoint.within(deadline.into()).opened(Arc::new(load), operation.number()));
     // A rank that cannot open it takes part all the same, so that the others do not wait for it.
     let opened = checkpoint.as_ref().map(|_| ()).map_err(Error::clone);
     operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks))?;

@@ -23,6 +23,8 @@ use crate::batch::{self, Batch, BatchOutcome};
 use crate::commit;
 use crate::contents;
 use crate::engine::Engine;
+use crate::listen::Verb;
+use crate::listened::Listened;
 use crate::operation::Operation;
 use crate::pending::Pending;
 use crate::planning::{Planning, RankPlan, ValuePlan};
@@ -92,9 +94,14 @@ fn begin(
         if goes_on {
             background::take_less();
         }
+        let place = (destination.url.as_str(), destination.step);
+        let listened = Listened::begin(&operation.engine, Arc::clone(&progress.shared.observed), Verb::Save, place);
         let save =
             Save { operation: &operation, store: open(progress), destination: &destination, state: state(), progress };
-        save.run()
+        let outcome = save.run();
+        let (engine, number) = (Arc::clone(&operation.engine), operation.number_met());
+        listened.note_outcome(&outcome, number);
+        (outcome, move || listened.collect(&engine))
     })
 }
 
@@ -124,6 +131,7 @@ impl Save<'_> {
             |writes| self.write_tensors(&scope, writes),
         );
         // Also after an error of the tensors here: the other ranks have forgotten this save, too.
+        self.progress.ended(Phase::Agreed);
         let (plan, values) = agreed.inspect_err(|_| {
             tensors.iter().flatten().for_each(|tensors| self.discard(&tensors.paths));
         })?;
@@ -167,7 +175,7 @@ impl Save<'_> {
         let batch = Batch::new(self.operation, &self.state, writes, &[], self.data_at()?);
         let batch = batch.comparing(&self.state, unwritten).proving(&self.state);
         let written = batch.write(self.operation, self.store()?, self.progress, self.destination.blocking);
-        self.progress.ended(Phase::Written);
+        self.note_files(&written, Phase::Written);
         Ok(written)
     }
 
@@ -201,8 +209,20 @@ impl Save<'_> {
         let data_at = writer::data_at(store.needs().pieces);
         let batch = Batch::new(self.operation, &self.state, &mine, &tensors.shapes, data_at);
         let written = batch.write(self.operation, store, &self.progress.beside(), self.destination.blocking);
-        self.progress.ended(Phase::Durable);
+        if tensors.failure.is_none() {
+            self.note_files(&written, Phase::Durable);
+        }
         written
+    }
+
+    /// Notes that files are durable, and the end of the phase that wrote them, unless they failed.
+    fn note_files(&self, written: &BatchOutcome, phase: Phase) {
+        if written.failure.is_none() {
+            for file in &written.shapes {
+                self.progress.note(&Event::Wrote { bytes: file.bytes });
+            }
+            self.progress.ended(phase);
+        }
     }
 
     /// Publishes the files of all ranks, or deletes this rank's files.
@@ -213,9 +233,6 @@ impl Save<'_> {
         tensors: BatchOutcome,
         written: BatchOutcome,
     ) -> Result<()> {
-        for file in tensors.shapes.iter().chain(&written.shapes) {
-            self.progress.note(&Event::Wrote { bytes: file.bytes });
-        }
         let paths = [tensors.paths.as_slice(), written.paths.as_slice()].concat();
         let patience = self.patience();
         let receipt = batch::receipt(self.operation, store, &self.state, [tensors, written], patience);

@@ -10,14 +10,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
+use shardfast_engine::Checkpoint;
 use shardfast_engine::stream::{FlatRun, tensor_bytes};
-use shardfast_engine::{Checkpoint, commit};
 use shardfast_format::{DType, Dims, EntrySpec, FileLayout, LeafKind, Manifest};
 use shardfast_store::Store;
 use shardfast_transfer::error::{Error, Kind, Result};
 use shardfast_transfer::progress::Progress;
 use shardfast_transfer::provider::{Fences, Provider};
-use shardfast_transfer::reader::Files;
 use shardfast_transfer::staging::Staging;
 use shardfast_transfer::writer::{self, FileJob};
 
@@ -78,19 +77,8 @@ pub fn export_to(checkpoint: &Checkpoint, store: &dyn Store, key: &str, shard_by
     // deadlock.
     let budget = checkpoint.engine.staging_bytes() / 2;
     let timeout = &checkpoint.files.timeout;
-    let source = Arc::new(Checkpoint {
-        engine: checkpoint.engine.with_staging(Staging::at_least(budget)),
-        files: Files::new(
-            checkpoint.engine.store(&checkpoint.url, timeout)?,
-            checkpoint.url.clone(),
-            Arc::clone(&checkpoint.manifest),
-            timeout.clone(),
-            commit::missing,
-        ),
-        manifest: Arc::clone(&checkpoint.manifest),
-        url: checkpoint.url.clone(),
-        manifest_bytes: checkpoint.manifest_bytes,
-    });
+    let engine = checkpoint.engine.with_staging(Staging::at_least(budget));
+    let source = Arc::new(checkpoint.anew(engine, checkpoint.engine.store(&checkpoint.url, timeout)?));
     let shards = shards(&tensors, shard_bytes_max);
     let data_at = writer::data_at(store.needs().pieces);
     let job = |i| job(&source, shard_name(key, i, shards.len()), &shards[i], data_at);

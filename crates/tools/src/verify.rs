@@ -122,12 +122,13 @@ fn run(
     {
         return top(Problem::Commit, error);
     }
-    let manifest = checkpoint::read(&*store, url, engine.timeout())
-        .and_then(|bytes| Ok((Checkpoint::new(engine, url, Arc::clone(&store), &bytes)?.manifest, bytes.len())));
-    let (manifest, manifest_bytes) = match manifest {
-        Ok(manifest) => manifest,
+    let opened = checkpoint::read(&*store, url, engine.timeout())
+        .and_then(|bytes| Checkpoint::new(engine, url, Arc::clone(&store), &bytes));
+    let opened = match opened {
+        Ok(opened) => opened,
         Err(error) => return top(Problem::Manifest, error),
     };
+    let manifest = Arc::clone(&opened.manifest);
 
     let findings = Findings::new(&manifest);
     check_coverage(&manifest, &findings);
@@ -150,19 +151,7 @@ fn run(
     let files: Vec<u32> = (0..manifest.files().len() as u32).collect();
     for group in files.chunks(FILES_OPEN) {
         // One for each group, so that the files of the previous group are closed.
-        let checkpoint = Checkpoint {
-            engine: Arc::clone(engine),
-            files: Files::new(
-                Arc::clone(&store),
-                url.to_owned(),
-                Arc::clone(&manifest),
-                engine.timeout().clone(),
-                commit::missing,
-            ),
-            manifest: Arc::clone(&manifest),
-            url: url.to_owned(),
-            manifest_bytes: manifest_bytes as u64,
-        };
+        let checkpoint = opened.anew(Arc::clone(engine), Arc::clone(&store));
         run.read_files(&*store, &checkpoint, group);
         if !is_stored {
             run.read_values(&checkpoint, group);

@@ -142,7 +142,7 @@ pub(crate) const GLANCE: Duration = Duration::from_millis(10);
 /// request in twenty, and a rank makes ten thousand of them to save a terabyte.
 const FAILURES_MAX: u64 = 1000;
 
-/// Record of the failures of the storage during a save.
+/// Record of the failures of the storage during an operation.
 pub trait Failures: Sync {
     /// Records a failure of an operation's try number `tried`, and the pause before the next one.
     fn failed(&self, error: &Error, tried: usize, pause: Option<Duration>);
@@ -164,6 +164,11 @@ impl<'a> Patience<'a> {
     /// Returns the patience of a save.
     pub fn of(save: &'a dyn Failures, within: Duration) -> Patience<'a> {
         Patience { within, save: Some(save), silence: None }
+    }
+
+    /// Returns the same patience of an operation that records its failures.
+    pub fn noted_by(self, operation: &'a dyn Failures) -> Patience<'a> {
+        Patience { save: Some(operation), ..self }
     }
 
     /// Limits the time to `most`.
@@ -412,7 +417,7 @@ mod tests {
         let patience = Patience::of(&save, Duration::MAX);
         let away = |what: &str| Error { wait: Some(Duration::ZERO), ..Error::new(Kind::Unavailable, what) };
         Tries::begin().again(away("write a: part 3: away"), patience).unwrap();
-        let report = save.shared.recorder.report();
+        let report = save.shared.observed.report();
         assert!(report.failures[0].contains(" ms: write a: part 3: away; try 1, again in "), "{report:?}");
         let refused = Tries::begin().again(Error::new(Kind::Invalid, "write b: denied"), patience).unwrap_err();
         assert_eq!(refused.message, "write b: denied");

@@ -1,10 +1,10 @@
-//! Defines the events of a save, and who observes them.
+//! Defines the events of saves and loads, and who observes them.
 
 use std::time::Duration;
 
 use crate::error::Error;
 
-/// Phases of a save, in the order in which they end.
+/// Phases of a save or load, in the order in which they end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Phase {
     /// This rank knows what it writes.
@@ -21,11 +21,21 @@ pub enum Phase {
     Durable,
     /// The checkpoint is committed.
     Committed,
+    /// The checkpoint to load is found, and its manifest is verified.
+    Opened,
+    /// Ranks agree which leaf fills what.
+    Matched,
+    /// Ranks have met, and agree on what each of them does: writes which value, reads or receives which bytes.
+    Agreed,
+    /// This rank has read and verified its bytes.
+    Read,
+    /// All ranks have theirs.
+    Loaded,
 }
 
 impl Phase {
-    /// All phases of a save.
-    pub const ALL: [Phase; 7] = [
+    /// Phases of saves and loads, all of them.
+    pub const ALL: [Phase; 12] = [
         Phase::Planned,
         Phase::Captured,
         Phase::Staged,
@@ -33,6 +43,11 @@ impl Phase {
         Phase::Compared,
         Phase::Durable,
         Phase::Committed,
+        Phase::Opened,
+        Phase::Matched,
+        Phase::Agreed,
+        Phase::Read,
+        Phase::Loaded,
     ];
 
     /// Returns the word that reports have for it.
@@ -45,18 +60,23 @@ impl Phase {
             Phase::Compared => "compared",
             Phase::Durable => "durable",
             Phase::Committed => "committed",
+            Phase::Opened => "opened",
+            Phase::Matched => "matched",
+            Phase::Agreed => "agreed",
+            Phase::Read => "read",
+            Phase::Loaded => "loaded",
         }
     }
 }
 
-/// Event of a save. The operations of its store are [events of their own](shardfast_store::Event).
+/// Event of a save or load. The operations of its store are [events of their own](shardfast_store::Event).
 #[derive(Clone, Copy, Debug)]
 pub enum Event<'a> {
     /// A phase is over.
     Ended {
         /// Phase that is over.
         phase: Phase,
-        /// Time from the request of the save to its end.
+        /// Time from the request to its end.
         after: Duration,
     },
     /// A data file of this rank is written.
@@ -82,12 +102,22 @@ pub enum Event<'a> {
         attempt: usize,
         /// Pause before the next try; `None` if there is none.
         pause: Option<Duration>,
-        /// Time from the request of the save to the failure.
+        /// Time from the request to the failure.
+        after: Duration,
+    },
+    /// The operation has ended on this rank.
+    Outcome {
+        /// Error, if it has failed.
+        failure: Option<&'a Error>,
+        /// Number of the operation, the same on all ranks and unique among those of their meeting; `None` if ranks did
+        /// not meet in it.
+        number: Option<u64>,
+        /// Time from the request to the end.
         after: Duration,
     },
 }
 
-/// Observer of a save and of its store. As a store's observer, it must return at once.
+/// Observer of a save or load and of its store. As a store's observer, it must return at once.
 pub trait Observer: shardfast_store::Observer {
     /// Receives an event.
     fn noted(&self, event: &Event<'_>);

@@ -14,6 +14,7 @@ pub mod error;
 pub mod events;
 pub mod host;
 pub mod memory;
+pub mod observed;
 pub mod progress;
 pub mod provider;
 pub mod reader;

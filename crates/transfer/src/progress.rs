@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Failures, Kind, Result};
 use crate::events::{Event, Observer, Phase};
-use crate::report::Recorder;
+use crate::observed::Observed;
 use crate::staging::Staging;
 
 /// State of a save, for its threads and its caller.
@@ -16,10 +16,8 @@ pub struct Shared {
     pub state: Mutex<State>,
     /// Notified at each change of the state.
     pub changed: Condvar,
-    /// Time at which the save was requested.
-    pub requested: Instant,
-    /// Observer from which the save's report is computed.
-    pub recorder: Arc<Recorder>,
+    /// Observer of all that happens in the save.
+    pub observed: Arc<Observed>,
 }
 
 /// State of a save that its threads and its caller see.
@@ -34,6 +32,8 @@ pub struct State {
     pub cancelled: Option<Error>,
     /// Outcome, once the save has ended.
     pub outcome: Option<Result<()>>,
+    /// `true` once nothing is done for the save any more.
+    pub is_over: bool,
     /// Notes that the caller has added since the save began.
     pub late_notes: Notes,
     /// Shardfast's own notes, as rank 0 has committed them.
@@ -48,7 +48,7 @@ pub struct Progress {
     /// State that the save and its caller share.
     pub shared: Arc<Shared>,
     /// Save whose report lists the failures.
-    reported_in: Arc<Shared>,
+    reported_in: Arc<Observed>,
 }
 
 impl Shared {
@@ -60,15 +60,11 @@ impl Shared {
             confirmed: None,
             cancelled: None,
             outcome: None,
+            is_over: false,
             late_notes: Notes::new(),
             committed_notes: Notes::new(),
         };
-        Shared {
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            requested: Instant::now(),
-            recorder: Arc::default(),
-        }
+        Shared { state: Mutex::new(state), changed: Condvar::new(), observed: Arc::default() }
     }
 
     /// Waits for a state; returns `None` when `timeout` passed first.
@@ -100,7 +96,7 @@ impl Shared {
 impl Progress {
     /// Returns the end of the running save.
     pub fn new(shared: Arc<Shared>) -> Progress {
-        Progress { reported_in: Arc::clone(&shared), shared }
+        Progress { reported_in: Arc::clone(&shared.observed), shared }
     }
 
     /// Makes the progress of work without a caller that waits for `captured` or `staged`.
@@ -139,17 +135,17 @@ impl Progress {
 
     /// Notes the end of a phase. Only the first call counts.
     pub fn ended(&self, phase: Phase) {
-        self.note(&Event::Ended { phase, after: self.shared.requested.elapsed() });
+        self.shared.observed.ended(phase);
     }
 
     /// Notes an event.
     pub fn note(&self, event: &Event<'_>) {
-        self.shared.recorder.noted(event);
+        self.shared.observed.noted(event);
     }
 
     /// Returns the observer of the save's store.
     pub fn observer(&self) -> Arc<dyn shardfast_store::Observer> {
-        Arc::clone(&self.shared.recorder) as Arc<dyn shardfast_store::Observer>
+        Arc::clone(&self.shared.observed) as Arc<dyn shardfast_store::Observer>
     }
 
     /// Notes the page-lock error, if any, of the staging memory that was used.
@@ -181,7 +177,7 @@ impl Progress {
 
     /// Returns this rank's error, with the stage that its part of the save had reached.
     pub fn with_stage(&self, error: Error) -> Error {
-        let has_ended = |phase| self.shared.recorder.has_ended(phase);
+        let has_ended = |phase| self.shared.observed.has_ended(phase);
         let stage = match () {
             () if has_ended(Phase::Staged) => "staged, not yet durable",
             () if has_ended(Phase::Captured) => "captured, not yet staged",
@@ -193,12 +189,11 @@ impl Progress {
 
 impl Failures for Progress {
     fn failed(&self, error: &Error, attempt: usize, pause: Option<Duration>) {
-        let after = self.reported_in.requested.elapsed();
-        self.reported_in.recorder.noted(&Event::Failed { error, attempt, pause, after });
+        self.reported_in.failed(error, attempt, pause);
     }
 
     fn before(&self) -> (u64, Option<String>) {
-        self.reported_in.recorder.failures()
+        self.reported_in.failures()
     }
 }
 

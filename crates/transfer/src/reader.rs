@@ -11,7 +11,8 @@ use shardfast_plan::{Limits, Piece, Read};
 use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
 
 use crate::blocks::Unverified;
-use crate::error::{Error, FirstFailure, Kind, Result, retry};
+use crate::error::{Error, FirstFailure, Kind, Patience, Result, retry};
+use crate::observed::Observed;
 use crate::provider::Fences;
 use crate::sink::Sink;
 use crate::staging::{SLOT_BYTES, Slot, Staging};
@@ -52,6 +53,8 @@ pub struct Files {
     manifest: Arc<Manifest>,
     /// Timeout of its requests.
     pub timeout: Timeout,
+    /// Load that reads them, which notes the failures; `None` if nobody asks.
+    pub observed: Option<Arc<Observed>>,
     missing: Missing,
     open: Vec<Mutex<Option<Arc<OpenFile>>>>,
     /// The open ones, the one opened first in front: reads come file by file, so that one is done with soonest.
@@ -76,11 +79,12 @@ impl Files {
         missing: Missing,
     ) -> Files {
         let open = manifest.files().iter().map(|_| Mutex::default()).collect();
-        Files { store, place, manifest, timeout, missing, open, order: Mutex::default() }
+        Files { store, place, manifest, timeout, observed: None, missing, open, order: Mutex::default() }
     }
 
     fn retry<T>(&self, act: impl FnMut() -> Result<T>) -> Result<T> {
-        retry(&self.timeout, act)
+        let patience = Patience::from(&self.timeout);
+        retry(self.observed.as_deref().map_or(patience, |load| patience.noted_by(load)), act)
     }
 
     /// Returns the file, opened, with a verified header.

@@ -32,7 +32,7 @@ fn an_event_takes_no_memory() {
         }
     });
     assert_eq!(counted.count_total, 0, "{counted:?}");
-    let report = save.shared.recorder.report();
+    let report = save.shared.observed.report();
     assert_eq!((report.files_written, report.bytes_written, report.replicas), (1000, 8000, "compared"));
     assert_eq!(report.requests.into_iter().collect::<Vec<_>>(), [("gets", 2000), ("puts", 1000)]);
 }
@@ -41,11 +41,11 @@ fn an_event_takes_no_memory() {
 fn a_phase_ends_once() {
     let save = progress();
     save.ended(Phase::Written);
-    let first = save.shared.recorder.report().phases_ms;
+    let first = save.shared.observed.report().phases_ms;
     std::thread::sleep(Duration::from_millis(2));
     save.ended(Phase::Written);
     save.ended(Phase::Committed);
-    let then = save.shared.recorder.report().phases_ms;
+    let then = save.shared.observed.report().phases_ms;
     assert_eq!(first.keys().copied().collect::<Vec<_>>(), ["written"]);
     assert_eq!(then["written"], first["written"]);
     assert!(then["committed"] > then["written"], "{then:?}");
@@ -67,7 +67,7 @@ fn failures_of_many_threads_are_listed_and_counted() {
             });
         }
     });
-    let report = save.shared.recorder.report();
+    let report = save.shared.observed.report();
     assert_eq!((report.failures.len(), report.failures_left_out), (64, 16));
     assert!(report.failures.iter().all(|said| said.ends_with(" ms: write a: away; try 1, not again")), "{report:?}");
     assert_eq!(save.before().0, 80);

@@ -210,7 +210,7 @@ fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<Value
     Ok((all, each))
 }
 
-/// Refuses a value in pieces that some rank has whole, of which some are nowhere, of which ranks count differently, or of
+/// Refuses a value in pieces that some rank has whole, of which some are nowhere, which ranks count differently, or of
 /// which two ranks have different states.
 fn expect_pieces(by_name: &BTreeMap<LeafName, Copies>) -> Result<()> {
     let mut whole: BTreeMap<(&str, &str), BTreeMap<u32, Vec<u32>>> = BTreeMap::new();
@@ -234,8 +234,8 @@ fn expect_pieces(by_name: &BTreeMap<LeafName, Copies>) -> Result<()> {
         if let Some(copies) = by_name.get(&LeafName { key: key.to_owned(), name: name.to_owned() }) {
             let ranks = RankSet::new(copies.by_digest.values().flatten().map(|copy| copy.0));
             problems.push(format!(
-                "{key}/{name}: expected a piece of it on every rank, found Sharded on some and a value of another kind on \
-                 {ranks}: use Sharded(value, index, count) on all ranks, or on none"
+                "{key}/{name}: expected a piece of it on every rank, found Sharded on some and a value of another kind \
+                 on {ranks}: use Sharded(value, index, count) on all ranks, or on none"
             ));
         }
         let contributions: Vec<String> = counts.keys().map(u32::to_string).collect();

@@ -1,0 +1,55 @@
+//! Says what a listener to saves and loads is told, and asked for. Nothing here knows who listens.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use shardfast_store::Shared;
+use shardfast_transfer::events::Observer;
+use shardfast_transfer::report::Report;
+
+/// Largest text that a listener may send, in bytes.
+pub const SAID_BYTES_MAX: usize = 512;
+
+/// Kind of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verb {
+    /// A checkpoint is saved.
+    Save,
+    /// A checkpoint is loaded.
+    Load,
+}
+
+/// A save or load that begins.
+#[derive(Clone, Copy)]
+pub struct Begun<'a> {
+    /// Kind of the operation.
+    pub verb: Verb,
+    /// Place of the checkpoint.
+    pub url: &'a str,
+    /// Training step of the checkpoint, if it is known.
+    pub step: Option<u64>,
+    /// Time of the request.
+    pub began: Instant,
+    /// Number of this rank.
+    pub rank: u32,
+    /// Number of ranks.
+    pub world: u32,
+    /// State that the engine's stores share.
+    pub storage: &'a Arc<Shared>,
+}
+
+/// Listener to all saves and loads of an engine.
+pub trait Listener: Send + Sync {
+    /// Returns the listener to an operation that begins now.
+    fn begins(&self, begun: &Begun<'_>) -> Arc<dyn Listening>;
+}
+
+/// Listener to one save or load on one rank.
+pub trait Listening: Observer {
+    /// Returns what rank 0 learns of this rank, once the outcome is known: at most [`SAID_BYTES_MAX`]. Listeners of all
+    /// ranks say something, or those of none.
+    fn says(&self, report: &Report) -> Option<Vec<u8>>;
+
+    /// Receives on rank 0 what all ranks have said, in their order; `Err` names ranks that said nothing in time.
+    fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, report: &Report);
+}

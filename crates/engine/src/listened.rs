@@ -1,0 +1,97 @@
+//! Tells the listener of an engine what a save or load does, and brings to rank 0 what those of all ranks have to say.
+//!
+//! What a listener says is sent when the outcome of the operation is known: no call waits for it, and without it no
+//! outcome changes.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use shardfast_coord::Error as Coord;
+use shardfast_transfer::error::Result;
+use shardfast_transfer::events::{Event, Observer};
+use shardfast_transfer::observed::Observed;
+
+use crate::background;
+use crate::engine::Engine;
+use crate::listen::{Begun, Listener, Listening, SAID_BYTES_MAX, Verb};
+
+/// Time for which rank 0 waits for what other ranks have to say of an operation that has ended.
+const COLLECTED_WITHIN: Duration = Duration::from_secs(20);
+
+/// One operation of this rank, which somebody may listen to.
+pub(crate) struct Listened {
+    /// Observer of all that happens in it.
+    pub(crate) observed: Arc<Observed>,
+    listening: Option<Arc<dyn Listening>>,
+    /// Number of the operation if ranks have met in it, once it has ended.
+    ended: OnceLock<Option<u64>>,
+}
+
+impl Engine {
+    /// Tells this listener of all saves and loads that begin from now on. Only the first call counts.
+    pub fn listen(&self, listener: Arc<dyn Listener>) {
+        let _ = self.listener.set(listener);
+    }
+}
+
+impl Listened {
+    /// Begins to tell the engine's listener of an operation.
+    pub(crate) fn begin(
+        engine: &Engine,
+        observed: Arc<Observed>,
+        verb: Verb,
+        (url, step): (&str, Option<u64>),
+    ) -> Listened {
+        let (rank, world) = (engine.rank(), engine.world());
+        let began = observed.began;
+        let begun = Begun { verb, url, step, began, rank, world, storage: &engine.storage };
+        let listening = engine.listener.get().map(|listener| listener.begins(&begun));
+        if let Some(listening) = &listening {
+            observed.listen(Arc::clone(listening) as Arc<dyn Observer>);
+        }
+        Listened { observed, listening, ended: OnceLock::new() }
+    }
+
+    /// Notes the outcome of the operation, which has that number if ranks have met in it. Returns whether this is the
+    /// first call, which alone counts.
+    pub(crate) fn note_outcome(&self, outcome: &Result<()>, number: Option<u64>) -> bool {
+        let is_first = self.ended.set(number).is_ok();
+        if is_first {
+            let after = self.observed.began.elapsed();
+            self.observed.noted(&Event::Outcome { failure: outcome.as_ref().err(), number, after });
+        }
+        is_first
+    }
+
+    /// Brings to rank 0 what the listeners of all ranks have to say of an operation that has ended. It waits for other
+    /// ranks: nobody may wait for it.
+    pub(crate) fn collect(&self, engine: &Engine) {
+        let (Some(listening), Some(Some(number))) = (&self.listening, self.ended.get()) else { return };
+        let report = self.observed.report();
+        let Some(mut said) = listening.says(&report) else { return };
+        said.truncate(SAID_BYTES_MAX);
+        let mut all = None;
+        let mut keep = |said: Vec<Vec<u8>>| {
+            let nothing = vec![Vec::new(); said.len()];
+            all = Some(said);
+            Ok(nothing)
+        };
+        let agreed = engine.coord.agree(&format!("{number} said"), Ok(said), &mut keep, COLLECTED_WITHIN);
+        if engine.rank() == 0 {
+            let missing = match agreed {
+                Err(Coord::Missing { ranks, .. }) => ranks,
+                Err(Coord::Lost { rank, .. }) => vec![rank],
+                _ => Vec::new(),
+            };
+            listening.collected(all.ok_or(missing), &report);
+        }
+    }
+
+    /// Collects like [`collect`](Listened::collect) in the background.
+    pub(crate) fn collect_later(self: &Arc<Listened>, engine: &Arc<Engine>) {
+        if self.listening.is_some() {
+            let (listened, engine) = (Arc::clone(self), Arc::clone(engine));
+            background::on_a_thread(move || listened.collect(&engine), drop);
+        }
+    }
+}

@@ -228,6 +228,9 @@ class Pending:
     def done(self) -> bool:
         """Whether the save has ended, with or without success."""
 
+    def over(self, timeout_s: float) -> None:
+        """Waits for what follows a save that has ended, for at most that long."""
+
     def note(self, name: str, text: str) -> None:
         """Sets a note that the checkpoint records, if rank 0 sets it before it begins to commit."""
 
@@ -253,6 +256,9 @@ class Checkpoint:
 
     def barrier(self, timeout_s: float) -> None:
         """Waits for all ranks after a step that each makes alone; a rank that refuses fails all."""
+
+    def done(self, timeout_s: float) -> None:
+        """Waits like :meth:`barrier` at the end of the load."""
 
     def agree(
         self, touched: Sequence[int], problems: Sequence[str], timeout_s: float

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import adapters as frameworks
 from . import native
-from .capture.in_flight import Pending, in_flight
+from .capture.in_flight import REST_S, Pending, in_flight
 from .capture.multistep import Ahead
 from .errors import Corrupt, Error, Invalid
 from .nesting import call
@@ -507,10 +507,13 @@ class Checkpointer:
         """Waits until every save is durable. Raises what failed. Afterwards the checkpointer cannot save."""
         self._closed = True
         self.capture.release("this checkpointer is closed")
+        newest = [pending for pending, _ in self._running][-1:]
         try:
             self._settle(0)
         finally:
             self._background.shutdown()
+            for pending in newest:
+                pending.over(REST_S)
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -349,9 +349,10 @@ def fill(
     encoded, traffic = checkpoint.load(bound.wants, bound.values, timeout_s, _streams(bound.devices), peer_reads)
     match.plan.add(traffic)
     # Each rank makes its values alone: an error of one fails all, before any rank has changed.
-    for step in (functools.partial(installation.make, encoded), installation.install):
-        prepared(session, step, timeout_s)
-        checkpoint.barrier(timeout_s)
+    prepared(session, functools.partial(installation.make, encoded), timeout_s)
+    checkpoint.barrier(timeout_s)
+    prepared(session, installation.install, timeout_s)
+    checkpoint.done(timeout_s)
     return match.plan
 
 

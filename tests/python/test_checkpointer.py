@@ -13,6 +13,8 @@ import torch
 from shardfast.state import description
 from torch import nn
 
+RECORDS = ".telemetry"
+
 
 def state_of(step: int) -> dict:
     model = nn.Linear(300, 200)
@@ -142,6 +144,11 @@ def test_a_damaged_newest_checkpoint_is_an_error_unless_an_older_one_is_allowed(
     assert restored(tmp_path, older=True) == 2
 
 
+def contents(run):
+    """All files of a run but the records of its saves, by path."""
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and RECORDS not in path.parts}
+
+
 def test_when_every_checkpoint_is_damaged_nothing_is_restored_in_silence(tmp_path):
     saved(tmp_path, 1, 2)
     for step in (1, 2):
@@ -152,12 +159,12 @@ def test_when_every_checkpoint_is_damaged_nothing_is_restored_in_silence(tmp_pat
 
 def test_an_existing_step_is_never_overwritten(tmp_path):
     saved(tmp_path, 1)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = contents(tmp_path)
     ckpt = sf.Checkpointer(tmp_path, every=sf.steps(1))
     with pytest.raises(sf.Conflict, match="a restart would restore it instead"):
         ckpt.step(1, state_of(9))
         ckpt.wait()
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert contents(tmp_path) == before
     assert ckpt.step(2, state_of(2))
     ckpt.close()
     assert restored(tmp_path) == 2
@@ -173,7 +180,7 @@ def begun(run, step, **options):
 @pytest.mark.parametrize("how", ["a new training", "back to an earlier step", "back within the training"])
 def test_a_run_with_later_steps_is_begun_only_on_the_users_word(tmp_path, how):
     saved(tmp_path, 5, 6, 7, 8)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = contents(tmp_path)
 
     def training(**options):
         ckpt = sf.Checkpointer(tmp_path, every=sf.steps(1), keep=sf.last(2), **options)
@@ -192,7 +199,7 @@ def test_a_run_with_later_steps_is_begun_only_on_the_users_word(tmp_path, how):
         with pytest.raises(sf.Conflict, match=remedies):
             call(step, state)
     ckpt.close()
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert contents(tmp_path) == before
 
     ckpt, state, step = training(rewind=True)
     assert ckpt.step(step, state_of(step))
@@ -294,11 +301,11 @@ def test_what_leaves_is_deleted_when_the_next_save_begins(tmp_path):
             ckpt.wait()
             assert steps(tmp_path) == [step]
             left = [f"step-{step - 1:08d}"] if step > 1 else []
-            assert sorted(path.name for path in tmp_path.iterdir()) == [*left, f"step-{step:08d}"]
+            assert [name for name in sorted(os.listdir(tmp_path)) if name != RECORDS] == [*left, f"step-{step:08d}"]
         assert data_file(tmp_path, 2).exists()
     # The next process finds by itself what leaves.
     saved(tmp_path, 4, keep=sf.last(1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert sorted(os.listdir(tmp_path)) == [RECORDS, "step-00000003", "step-00000004"]
 
 
 def test_the_best_stay_and_so_does_what_is_pinned(tmp_path):

@@ -56,7 +56,8 @@ def test_a_relative_run_stays_where_it_was_whatever_the_program_does_then(tmp_pa
     pending = sf.save_async("one", state_of(3))
     monkeypatch.chdir(tmp_path)
     pending.committed()
-    assert sorted(path.name for path in (tmp_path / "a" / "run").iterdir()) == ["step-00000001", "step-00000002"]
+    made = sorted(path.name for path in (tmp_path / "a" / "run").iterdir())
+    assert made == [".telemetry", "step-00000001", "step-00000002"]
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["one"]
     assert pending.url == str(tmp_path / "b" / "one")
     with sf.mapped("b/one") as checkpoint:

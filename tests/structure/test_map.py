@@ -61,13 +61,15 @@ FORBIDDEN = {
     "format": CLOCKS_AND_DEVICES,
     "plan": CLOCKS_AND_DEVICES,
     "optim": CLOCKS_AND_DEVICES,
-    "store": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint)s?(?![a-z])\w*|\b(?:rank|ranks|world)\b",
-    "coord": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint|region)s?(?![a-z])\w*|\bstore\b",
+    "store": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint)s?(?![a-z])\w*|\b(?:rank|ranks|world)\b|telemetry",
+    "coord": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint|region)s?(?![a-z])\w*|\bstore\b|telemetry",
     "cli": r"\bpyo3\b|\bshardfast_(?:transfer|format|store|coord|optim)\b",
     "tools": rf"{OUTSIDE}|\bshardfast_(?:coord|optim|multistep)\b",
+    "telemetry": rf"{OUTSIDE}|\bshardfast_(?:coord|plan|optim|multistep|tools)\b",
     "multistep": rf"{OUTSIDE}|\bshardfast_(?:store|coord)\b|\bStore\b|(?i:\bcommit\w*)|\bstd::(?:fs|process|env)\b",
     # Devices and optimizers, and how a store gives bytes.
-    "engine": rf"{OUTSIDE}|(?i:cuda|\bgpu)|(?i:optimi[sz]er)|\b(?:Fetch|Mapping|ObjectReader|PageCache)\b",
+    "engine": rf"{OUTSIDE}|(?i:cuda|\bgpu)|(?i:optimi[sz]er)|\b(?:Fetch|Mapping|ObjectReader|PageCache)\b"
+    r"|(?i:telemetry)",
     "transfer": rf"{OUTSIDE}|\b(?:rank|ranks|world)\b|\b(?:RankSet|Replicas)\b|(?i:\bcommit\b)",
     # What a framework calls its own parts, which its adapter says.
     "native": r"(?i)(?<![a-z])(?:params|param_groups|param_names|state_dict|optimizers?|exp_avg|placements|device_mesh"
@@ -82,14 +84,15 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 
 # Lines that a crate's product may have, comments included: without unit tests and kits for tests.
 CRATE_LINES_MAX = {
-    "native": 3500,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines
-    "cli": 1450,  # 1,400 and rewinds
+    "native": 3550,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; what follows a save
+    "cli": 1550,  # 1,400 and rewinds, reports of runs
     "tools": 3750,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints
+    "telemetry": 1850,
     "multistep": 1950,  # 1,800, rounded up from 1,913
-    "engine": 7250,  # 6,600 and rewinds, attempts that die, calls that meet, ranks that see each other's memory
-    "transfer": 5800,  # 5,200 and timeouts of calls, the devices of an engine, events of a save
+    "engine": 7600,  # 6,600 and rewinds, attempts that die, calls that meet, ranks that share memory, listeners
+    "transfer": 5950,  # 5,200 and timeouts of calls, the devices of an engine, events of saves and loads
     "plan": 3000,  # 2,900, rounded up from 2,984
-    "format": 3600,
+    "format": 3850,  # 3,600 and columns of records
     "store": 7300,  # 6,400 and foreign objects in lists, secrets in messages, events of operations
     "coord": 4400,  # 4,300, rounded up from 4,358
     "optim": 1900,  # 1,800, rounded up from 1,866

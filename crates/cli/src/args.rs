@@ -1,5 +1,6 @@
 //! The command's arguments.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
@@ -115,6 +116,18 @@ pub(crate) enum Command {
         /// Prove the bytes of files that exist already, too, not only their lengths
         #[arg(long)]
         verify: bool,
+    },
+    /// Say what the saves and loads of a run did on every rank, and what was slow, where and why
+    #[command(after_help = EXIT_CODES)]
+    Report {
+        /// Path or URL of a run
+        url: String,
+        /// Only the saves and loads of this step
+        #[arg(long, value_name = "STEP")]
+        step: Option<u64>,
+        /// Draw it as one page that needs no network, in a new file
+        #[arg(long, value_name = "PAGE.html")]
+        out: Option<PathBuf>,
     },
     /// Move the steps of a run behind one out of its way, to a run of their own below it; deletes nothing
     #[command(after_help = EXIT_CODES)]

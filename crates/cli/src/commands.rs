@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use shardfast_engine::{Checkpoint, Engine, Located, Result, Timeout, locate, locate_all, open, pin, rewind, unpin};
+use shardfast_telemetry::report::RunReport;
 use shardfast_tools::{
     Copied, Copying, Diff, Exported, Limit, Summary, Swept, Synced, VerifyReport, copy, diff, examine, export, history,
     summary, sweep, sync, verify, verify_stored,
@@ -15,7 +16,7 @@ use shardfast_tools::{
 use crate::args::Command;
 use crate::doctor::{Host, Report};
 use crate::text::{count, plain, size};
-use crate::{FINE, FOUND, describe, exit_code, interval};
+use crate::{FINE, FOUND, describe, exit_code, interval, report};
 
 /// The output of a command.
 pub(crate) struct Outcome {
@@ -72,6 +73,15 @@ pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Hos
             drop(progress);
             let exit_code = synced.failed.first().map_or(FINE, |failed| exit_code(failed.kind));
             Ok(outcome(describe::synced(&synced), &synced, exit_code))
+        }
+        Command::Report { url, step, out } => {
+            let (report, page_bytes): (RunReport, _) =
+                shardfast_telemetry::report(&url, step, out.as_deref(), timeout)?;
+            let mut text = report::text(&report);
+            if let (Some(out), Some(bytes)) = (&out, page_bytes) {
+                text += &format!("wrote {} ({})\n", plain(&out.to_string_lossy()), size(bytes as u64));
+            }
+            Ok(outcome(text, &report, FINE))
         }
         Command::Rewind { url, to } => {
             let rewound = rewind(&url, to.saturating_add(1), timeout)?;

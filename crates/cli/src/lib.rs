@@ -8,6 +8,7 @@ mod commands;
 mod describe;
 mod doctor;
 mod interval;
+mod report;
 mod text;
 
 use std::ffi::OsString;

@@ -129,6 +129,13 @@ impl Checkpoint {
         py.detach(|| checkpoint.barrier(timeout)).map_err(raise)
     }
 
+    /// Waits like `barrier` at the end of the load.
+    fn done(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
+        let timeout = seconds(timeout_s)?;
+        let checkpoint = self.checkpoint.get()?;
+        py.detach(|| checkpoint.done(timeout)).map_err(raise)
+    }
+
     /// Merges all ranks' findings, the same on every rank: the leaves that no rank has a place for (`touched` are those
     /// that this one has), and all problems, each once, with the ranks that have it.
     #[allow(clippy::type_complexity)] // it is what Python gets

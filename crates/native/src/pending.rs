@@ -104,6 +104,13 @@ impl Pending {
         Ok(self.pending.get()?.done())
     }
 
+    /// Waits for what follows a save that has ended, for at most that long.
+    fn over(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
+        let (pending, timeout) = (self.pending.get()?, seconds(timeout_s)?);
+        py.detach(|| pending.over(timeout));
+        Ok(())
+    }
+
     /// Sets a note that the checkpoint records, if rank 0 sets it before it begins to commit.
     fn note(&self, name: String, text: String) -> PyResult<()> {
         self.pending.get()?.note(name, text);

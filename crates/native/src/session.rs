@@ -8,10 +8,14 @@ use pyo3::prelude::*;
 use shardfast_coord::grpc::{self, Membership, Tls};
 use shardfast_coord::{Coord, Topology};
 use shardfast_engine::{Engine, Error, of_ranks, staging_bytes_default};
+use shardfast_telemetry::Telemetry;
 
 use crate::errors::{invalid, kind, raise};
 use crate::leaves::Described;
 use crate::process::Own;
+
+/// Environment variable that names a file for the events of saves and loads.
+const EVENTS: &str = "SHARDFAST_EVENTS";
 
 /// A rank's place among the ranks of its job before it has joined them. Where others join through it, it listens.
 #[pyclass(frozen, module = "shardfast._native")]
@@ -89,7 +93,9 @@ impl Place {
         let timeout = seconds(timeout_s)?;
         let place = self.place.get()?.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(joined)?;
         let coord = py.detach(|| place.join(parent, timeout)).map_err(|error| raise(of_ranks(error)))?;
-        let session = Session::new(coord, staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world)))?;
+        let local_rank = coord.rank() % local_world.max(1);
+        let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
+        let session = Session::new(coord, staging_bytes, local_rank)?;
         Ok(Session { is_whole_job, ..session })
     }
 }
@@ -106,8 +112,10 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    fn new(coord: Arc<dyn Coord>, staging_bytes: u64) -> PyResult<Session> {
+    /// Makes the session of a rank that is number `local_rank` among those of its machine.
+    fn new(coord: Arc<dyn Coord>, staging_bytes: u64, local_rank: u32) -> PyResult<Session> {
         let engine = Engine::new(coord, staging_bytes).map_err(raise)?;
+        engine.listen(Arc::new(Telemetry::new(u16::try_from(local_rank).ok(), std::env::var_os(EVENTS))));
         Ok(Session { engine: Own::new("this job's session", engine), is_whole_job: true })
     }
 
@@ -127,7 +135,7 @@ impl Session {
     #[staticmethod]
     #[pyo3(signature = (*, staging_bytes=None))]
     fn solo(staging_bytes: Option<u64>) -> PyResult<Session> {
-        Session::new(shardfast_coord::solo(), staging_bytes.unwrap_or_else(|| staging_bytes_default(1)))
+        Session::new(shardfast_coord::solo(), staging_bytes.unwrap_or_else(|| staging_bytes_default(1)), 0)
     }
 
     /// Returns this rank's number.

@@ -8,7 +8,8 @@
 //!    * A list shows a `COMMIT`, and the answer to its name denies it: nothing goes. Deleting needs two witnesses.
 //!    * It is not: own files go if none of them was changed for the given age. Empty directories go in a later sweep,
 //!      when they were not changed for that long either: a save that begins makes them before its files.
-//! 3. Uploads that were begun before that age, and temporary objects that were not changed since, go too.
+//! 3. Of the records of what saves and loads did, the oldest beyond [`RECORDS_MAX`] go.
+//! 4. Uploads that were begun before that age, and temporary objects that were not changed since, go too.
 //!
 //! A save that takes longer than [`SAVE_MAX`] fails instead of committing, and the age is at least twice that: on each
 //! rank its first file was begun less than that before the rank's receipt, and rank 0 publishes less than that after it
@@ -26,10 +27,13 @@ use shardfast_engine::files_exist::is_there;
 use shardfast_engine::retention;
 use shardfast_engine::runs;
 use shardfast_format::name::HUGGING_FACE_INDEX;
-use shardfast_format::{COMMIT, LEAVING, Manifest, PINNED, is_own_path, parse_step_dir};
+use shardfast_format::{COMMIT, LEAVING, Manifest, PINNED, TELEMETRY, is_own_path, parse_record_name, parse_step_dir};
 use shardfast_store::{Entry, Store, Upload, is_temporary, join};
 use shardfast_transfer::error::{Error, Kind, Result, retry};
 use shardfast_transfer::timeout::Timeout;
+
+/// Records of what saves and loads did that a sweep leaves, the newest.
+pub const RECORDS_MAX: usize = 10_000;
 
 /// The least age that a sweep accepts.
 pub const AGE_MIN: Duration = SAVE_MAX.saturating_mul(2);
@@ -127,6 +131,7 @@ pub fn sweep_in(
         let objects: Vec<&Entry> = entries.iter().filter(temporary).collect();
         let objects = objects.iter().map(|entry| (entry.name.clone(), entry.bytes)).collect();
         sweep.remove(objects, &[], &mut swept)?;
+        sweep.records(&mut swept)?;
     }
     sweep.uploads(&young, &mut swept)?;
     Ok(swept)
@@ -213,6 +218,18 @@ impl Sweep<'_> {
         Ok(Age::Old)
     }
 
+    /// Performs step 3.
+    fn records(&self, swept: &mut Swept) -> Result<()> {
+        let mut records: Vec<Entry> = match retry(self.timeout, || Ok(self.store.list(TELEMETRY)?)) {
+            Err(error) if error.kind == Kind::NotFound => return Ok(()),
+            entries => entries?.into_iter().filter(|entry| parse_record_name(&entry.name).is_some()).collect(),
+        };
+        records.sort_by(|a, b| a.name.cmp(&b.name));
+        records.truncate(records.len().saturating_sub(RECORDS_MAX));
+        let objects = records.iter().map(|record| (contents::join(TELEMETRY, &record.name), record.bytes)).collect();
+        self.remove(objects, &[], swept)
+    }
+
     /// Performs step 2 for a directory without a commit.
     fn uncommitted(&self, place: &Entry, found: &Contents, swept: &mut Swept) -> Result<Age> {
         let dir = place.name.as_str();
@@ -260,7 +277,7 @@ impl Sweep<'_> {
         retention::expect_complete(self.store, self.url, newest.step, self.timeout)
     }
 
-    /// Performs step 3: uploads of own files. Those below a place that was changed recently may be a copy's.
+    /// Performs step 4: uploads of own files. Those below a place that was changed recently may be a copy's.
     fn uploads(&self, young: &[&str], swept: &mut Swept) -> Result<()> {
         let Some(service) = self.store.service() else { return Ok(()) };
         let uploads = match retry(self.timeout, || Ok(service.uploads()?)) {

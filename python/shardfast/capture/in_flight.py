@@ -30,6 +30,9 @@ _log = logging.getLogger("shardfast")
 GLANCE_S = 0.1
 """How often the thread that watches saves checks whether the process ends."""
 
+REST_S = 2.0
+"""How long an ending process waits for what its saves still have to say of themselves."""
+
 
 class Pending:
     """A save in flight: first *requested*, then *staged* (the state may change), then *committed* (it is durable).
@@ -160,6 +163,11 @@ class Pending:
         """Notes that a caller has got the error."""
         self._is_raised = True
 
+    def over(self, timeout_s: float) -> None:
+        """Waits until nothing is done for a save any more that has ended."""
+        with contextlib.suppress(Error):  # of another process
+            self._pending.over(timeout_s)
+
     @property
     def is_watched(self) -> bool:
         """Whether tensors that must not change yet are still being copied."""
@@ -279,6 +287,9 @@ class InFlight:
         try:
             for pending in (*self._running, *self._alive):
                 pending.conclude()
+            until = time.monotonic() + REST_S
+            for pending in self._running:
+                pending.over(max(until - time.monotonic(), 0.0))
         finally:
             # An interpreter that ends kills threads that return to it from Rust, which aborts the process.
             self.is_over = True

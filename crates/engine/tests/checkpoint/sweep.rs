@@ -11,10 +11,10 @@ use shardfast_engine::retention::{Keep, Retention};
 use shardfast_engine::rewind::rewind_in;
 use shardfast_engine::runs::{self, step_url};
 use shardfast_engine::{Engine, Kind, Timeout, checkpoint, pin, unpin};
-use shardfast_format::{crc64, step_dir};
+use shardfast_format::{TELEMETRY, crc64, record_name, step_dir};
 use shardfast_store::disk::{Disk, Errno, FileKind};
 use shardfast_store::testing::simdisk::{Fault, SimDisk};
-use shardfast_tools::sweep::{AGE_MIN, SAVE_MAX, Swept, sweep, sweep_in};
+use shardfast_tools::sweep::{AGE_MIN, RECORDS_MAX, SAVE_MAX, Swept, sweep, sweep_in};
 use shardfast_tools::verify::Problem;
 use shardfast_tools::verify_in;
 
@@ -119,6 +119,22 @@ fn debris_goes_and_nothing_else_does() {
     assert_eq!(files(dir.path()), expected);
     assert_eq!(swept(&url).files, Vec::<String>::new(), "again: nothing is left to do");
     assert!(runs::list(&url).unwrap().iter().take(2).all(|step| matches!(step.commit, Ok(Some(_)))));
+}
+
+#[test]
+fn the_oldest_records_go_beyond_the_newest_ten_thousand() {
+    let dir = scratch();
+    let url = run(dir.path(), &[1]);
+    let records = dir.path().join(TELEMETRY);
+    std::fs::create_dir(&records).unwrap();
+    for ms in 0..RECORDS_MAX as u64 + 3 {
+        std::fs::write(records.join(record_name(ms, ms % 2 == 0, 1)), "").unwrap();
+    }
+    std::fs::write(records.join("0-notes.txt"), "mine").unwrap();
+    let gone: Vec<String> = (0..3).map(|ms| format!("{url}/{TELEMETRY}/{}", record_name(ms, ms % 2 == 0, 1))).collect();
+    assert_eq!(swept(&url).files, gone);
+    assert_eq!(files(&records).len(), RECORDS_MAX + 1);
+    assert!(swept(&url).files.is_empty());
 }
 
 #[test]

@@ -1,0 +1,173 @@
+//! What one rank says of an operation when it has ended: a few hundred bytes.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use serde::{Deserialize, Serialize};
+use shardfast_engine::listen::SAID_BYTES_MAX;
+use shardfast_transfer::events::Phase;
+use shardfast_transfer::report::Report;
+
+use crate::record::{BOUNDS_US, Class, Record, What};
+use crate::text::Text;
+
+/// Bytes of a machine's name that are kept.
+const MACHINE_BYTES: usize = 40;
+
+/// Bytes that texts take at most in each of the two last tries to fit into a message.
+const FAILURE_BYTES: usize = 160;
+
+/// Version of the encoding between ranks.
+const VERSION: u8 = 1;
+
+/// Place of a rank in its job.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Name of the machine.
+    pub machine: String,
+    /// Number of the rank among those of its machine, if it is known.
+    pub local_rank: Option<u16>,
+}
+
+/// Sums over the operations of one [`Class`] at the store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Sum {
+    pub(crate) count: u32,
+    pub(crate) bytes: u64,
+    /// Time of all together, which may have run beside each other.
+    pub(crate) busy_us: u64,
+    pub(crate) longest_us: u32,
+    /// Number of operations by their durations, as [`BOUNDS_US`] divides them.
+    pub(crate) by_duration: [u16; BOUNDS_US.len() + 1],
+}
+
+/// What one rank says of an operation.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Digest {
+    pub(crate) place: Place,
+    /// Microseconds from the request until each phase was over, in the order of [`Phase::ALL`]; 0 for one that was not.
+    pub(crate) phases_us: [u32; Phase::ALL.len()],
+    pub(crate) sums: [Sum; Class::ALL.len()],
+    pub(crate) files: u32,
+    /// Time until the outcome was known.
+    pub(crate) ended_us: u64,
+    /// Reason why the operation failed; empty if it did not.
+    pub(crate) failure: String,
+    pub(crate) failures: u32,
+    /// Pauses before what failed was tried again.
+    pub(crate) paused_us: u64,
+    /// Object of the longest operation at the store.
+    pub(crate) slowest: String,
+    pub(crate) is_page_locked: bool,
+}
+
+impl Digest {
+    pub(crate) fn new(place: &Place, record: &Record, report: &Report) -> Digest {
+        let mut phases_us = [0; Phase::ALL.len()];
+        for (us, phase) in phases_us.iter_mut().zip(Phase::ALL) {
+            if let Some(ms) = report.phases_ms.get(phase.word()) {
+                *us = ((ms * 1e3) as u32).max(1);
+            }
+        }
+        let (entries, _) = record.entries();
+        let (mut ended_us, mut slowest) = (0, None);
+        for entry in entries {
+            match entry.what {
+                What::Outcome => ended_us = entry.at.as_micros() as u64,
+                What::Operation(_) if slowest.is_none_or(|(longest, _)| entry.took > longest) => {
+                    slowest = Some((entry.took, entry.object));
+                }
+                _ => {}
+            }
+        }
+        let (failures, paused) = record.failures();
+        Digest {
+            place: place.clone(),
+            phases_us,
+            sums: Class::ALL.map(|class| sum(record, class)),
+            files: u32::try_from(report.files_written).unwrap_or(u32::MAX),
+            ended_us: if ended_us == 0 { record.began.elapsed().as_micros() as u64 } else { ended_us },
+            failure: record.failure().unwrap_or_default().to_owned(),
+            failures,
+            paused_us: u64::try_from(paused.as_micros()).unwrap_or(u64::MAX),
+            slowest: slowest.map(|(_, object)| object.as_str().to_owned()).unwrap_or_default(),
+            is_page_locked: report.page_lock_failure.is_none(),
+        }
+    }
+
+    /// Returns its bytes, at most [`SAID_BYTES_MAX`]: texts are cut as far as it takes.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let cut = |failure: usize| Digest {
+            place: Place {
+                machine: Text::<MACHINE_BYTES>::head(&self.place.machine).as_str().to_owned(),
+                ..self.place.clone()
+            },
+            failure: Text::<FAILURE_BYTES>::head(&self.failure).as_str().chars().take(failure).collect(),
+            ..self.clone()
+        };
+        for failure in [FAILURE_BYTES, FAILURE_BYTES / 4, 0] {
+            let mut bytes = vec![VERSION];
+            bytes.extend(postcard::to_stdvec(&cut(failure)).unwrap_or_default());
+            if bytes.len() <= SAID_BYTES_MAX {
+                return bytes;
+            }
+        }
+        Vec::new()
+    }
+
+    /// Decodes the bytes of [`encode`](Digest::encode); `None` for others.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Digest> {
+        let (&version, bytes) = bytes.split_first()?;
+        (version == VERSION).then(|| postcard::from_bytes(bytes).ok())?
+    }
+}
+
+fn sum(record: &Record, class: Class) -> Sum {
+    let of = record.sums(class);
+    let us = |ns: u64| ns / 1000;
+    Sum {
+        count: of.count.load(Relaxed),
+        bytes: of.bytes.load(Relaxed),
+        busy_us: us(of.busy_ns.load(Relaxed)),
+        longest_us: u32::try_from(us(of.longest_ns.load(Relaxed))).unwrap_or(u32::MAX),
+        by_duration: std::array::from_fn(|i| u16::try_from(of.by_duration[i].load(Relaxed)).unwrap_or(u16::MAX)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_digest_fits_into_a_message() {
+        let most = Sum {
+            count: u32::MAX,
+            bytes: u64::MAX,
+            busy_us: u64::MAX,
+            longest_us: u32::MAX,
+            by_duration: [u16::MAX; 8],
+        };
+        let digest = Digest {
+            place: Place { machine: "m".repeat(300), local_rank: Some(u16::MAX) },
+            phases_us: [u32::MAX; Phase::ALL.len()],
+            sums: [most; 5],
+            files: u32::MAX,
+            ended_us: u64::MAX,
+            failure: "ä".repeat(4000),
+            failures: u32::MAX,
+            paused_us: u64::MAX,
+            slowest: "s".repeat(48),
+            is_page_locked: true,
+        };
+        let bytes = digest.encode();
+        assert!(!bytes.is_empty() && bytes.len() <= SAID_BYTES_MAX, "{}", bytes.len());
+        let found = Digest::decode(&bytes).unwrap();
+        assert_eq!((found.sums, found.files, found.slowest), (digest.sums, u32::MAX, digest.slowest));
+        let usual = Digest { failure: "away".to_owned(), ..Digest::default() };
+        assert_eq!(Digest::decode(&usual.encode()), Some(usual.clone()));
+        assert!(usual.encode().len() < 120);
+        for length in 0..bytes.len() {
+            assert_eq!(Digest::decode(&bytes[..length]), None, "{length}");
+        }
+        assert_eq!(Digest::decode(&[VERSION + 1, 0, 0]), None);
+    }
+}

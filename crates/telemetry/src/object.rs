@@ -1,0 +1,281 @@
+//! What all ranks said of one operation, as the object that rank 0 stores below the run.
+
+use shardfast_engine::listen::Verb;
+use shardfast_engine::{Error, Result};
+use shardfast_format::{Columns, record_name};
+use shardfast_transfer::events::Phase;
+
+use crate::digest::{Digest, Place, Sum};
+use crate::record::{BOUNDS_US, Class};
+
+/// Version of the object's columns.
+const VERSION: &str = "1";
+
+/// Largest object that is read, in bytes: more than one of 100,000 ranks has.
+pub(crate) const OBJECT_BYTES_MAX: u64 = 64 << 20;
+
+/// One save or load, as all ranks saw it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Collected {
+    pub(crate) verb: Verb,
+    /// Training step of the checkpoint.
+    pub(crate) step: u64,
+    /// Time of the request on rank 0, by its clock, in milliseconds since 1970.
+    pub(crate) began_unix_ms: u64,
+    /// Version of the program.
+    pub(crate) writer: String,
+    /// Ranks that did not say anything in time, as far as they are known; then no other rank but 0 was heard.
+    pub(crate) missing: Vec<u32>,
+    /// What each rank said; `None` for a rank that said nothing.
+    pub(crate) ranks: Vec<Option<Digest>>,
+}
+
+impl Collected {
+    /// Returns its name in the directory of records.
+    pub(crate) fn name(&self) -> String {
+        record_name(self.began_unix_ms, self.verb == Verb::Save, self.step)
+    }
+
+    /// Returns the object's bytes.
+    ///
+    /// # Errors
+    /// `Internal` if it cannot be said in columns.
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        let mut columns = Columns::default();
+        let mut note = |name: &str, text: String| _ = columns.notes.insert(format!("shardfast.{name}"), text);
+        note("telemetry", VERSION.to_owned());
+        note("verb", word(self.verb).to_owned());
+        note("step", self.step.to_string());
+        note("began_unix_ms", self.began_unix_ms.to_string());
+        note("writer", self.writer.clone());
+        note("missing", list(&self.missing));
+        note("phases", list(Phase::ALL.map(Phase::word)));
+        note("operations", list(Class::ALL.map(Class::words)));
+        note("bounds_us", list(BOUNDS_US));
+        let mut machines: Vec<&str> = self.said().map(|rank| &*rank.place.machine).collect();
+        machines.sort_unstable();
+        machines.dedup();
+        note("machines", list(&machines));
+        let texts = |of: fn(&Digest) -> &str| {
+            let texts = self.ranks.iter().enumerate().filter_map(|(rank, said)| Some((rank, of(said.as_ref()?))));
+            list(texts.filter(|(_, text)| !text.is_empty()).collect::<std::collections::BTreeMap<_, _>>())
+        };
+        note("failures", texts(|rank| &rank.failure));
+        note("slowest", texts(|rank| &rank.slowest));
+
+        let nothing = Digest::default();
+        let ranks: Vec<&Digest> = self.ranks.iter().map(|said| said.as_ref().unwrap_or(&nothing)).collect();
+        let sums = || ranks.iter().flat_map(|rank| &rank.sums);
+        let said: Vec<u8> = self.ranks.iter().map(|said| u8::from(said.is_some())).collect();
+        let locked: Vec<u8> = ranks.iter().map(|rank| u8::from(rank.is_page_locked)).collect();
+        let of_machine = |rank: &&Digest| machines.binary_search(&&*rank.place.machine).unwrap_or_default() as u32;
+        let local = |rank: &&Digest| rank.place.local_rank.unwrap_or(u16::MAX);
+        let machine: Vec<u32> = ranks.iter().map(of_machine).collect();
+        let local_rank: Vec<u16> = ranks.iter().map(local).collect();
+        let phases: Vec<u32> = ranks.iter().flat_map(|rank| rank.phases_us).collect();
+        let u32s = |of: fn(&Digest) -> u32| ranks.iter().map(|rank| of(rank)).collect::<Vec<u32>>();
+        let u64s = |of: fn(&Digest) -> u64| ranks.iter().map(|rank| of(rank)).collect::<Vec<u64>>();
+        let (files, failures) = (u32s(|rank| rank.files), u32s(|rank| rank.failures));
+        let (ended, paused) = (u64s(|rank| rank.ended_us), u64s(|rank| rank.paused_us));
+        let classes = Class::ALL.len();
+        columns.add("said", 1, &said)?;
+        columns.add("page_locked", 1, &locked)?;
+        columns.add("machine", 1, &machine)?;
+        columns.add("local_rank", 1, &local_rank)?;
+        columns.add("phases_us", Phase::ALL.len(), &phases)?;
+        columns.add("files", 1, &files)?;
+        columns.add("failed", 1, &failures)?;
+        columns.add("ended_us", 1, &ended)?;
+        columns.add("paused_us", 1, &paused)?;
+        columns.add("count", classes, &sums().map(|sum| sum.count).collect::<Vec<_>>())?;
+        columns.add("bytes", classes, &sums().map(|sum| sum.bytes).collect::<Vec<_>>())?;
+        columns.add("busy_us", classes, &sums().map(|sum| sum.busy_us).collect::<Vec<_>>())?;
+        columns.add("longest_us", classes, &sums().map(|sum| sum.longest_us).collect::<Vec<_>>())?;
+        let by_duration: Vec<u16> = sums().flat_map(|sum| sum.by_duration).collect();
+        columns.add("by_duration", classes * (BOUNDS_US.len() + 1), &by_duration)?;
+        Ok(columns.encode())
+    }
+
+    /// Decodes an object; `what` names it in messages.
+    ///
+    /// # Errors
+    /// `Corrupt` if the bytes are damaged or no such object; `Unsupported` if a newer version wrote it.
+    pub(crate) fn decode(what: &str, bytes: &[u8]) -> Result<Collected> {
+        let columns = Columns::decode(what, bytes)?;
+        let corrupt = |problem: String| Error::corrupt(format!("{what}: {problem}"));
+        let note = |name: &str| {
+            let note = columns.notes.get(&format!("shardfast.{name}"));
+            note.map(String::as_str).ok_or_else(|| corrupt(format!("expected a note {name:?}, found none")))
+        };
+        let version = note("telemetry")?;
+        if version != VERSION {
+            let newer = format!("{what}: expected version {VERSION}, found {version:?}: a newer Shardfast wrote it");
+            return Err(Error::new(shardfast_engine::Kind::Unsupported, newer));
+        }
+        let number = |name: &str| {
+            let text = note(name)?;
+            text.parse::<u64>().map_err(|_| corrupt(format!("{name}: expected a number, found {text:?}")))
+        };
+        let verb = match note("verb")? {
+            "save" => Verb::Save,
+            "load" => Verb::Load,
+            other => return Err(corrupt(format!("verb: expected save or load, found {other:?}"))),
+        };
+        for (name, expected) in [
+            ("phases", list(Phase::ALL.map(Phase::word))),
+            ("operations", list(Class::ALL.map(Class::words))),
+            ("bounds_us", list(BOUNDS_US)),
+        ] {
+            let found = note(name)?;
+            if found != expected {
+                return Err(corrupt(format!("{name}: expected {expected}, found {found}")));
+            }
+        }
+        fn parsed<T: serde::de::DeserializeOwned>(text: &str) -> Option<T> {
+            serde_json::from_str(text).ok()
+        }
+        let machines: Vec<String> = parsed(note("machines")?).ok_or_else(|| corrupt("machines: no list".to_owned()))?;
+        let texts = |name: &str| {
+            let texts: Option<std::collections::BTreeMap<usize, String>> = parsed(note(name)?);
+            texts.ok_or_else(|| corrupt(format!("{name}: no texts by rank")))
+        };
+        let (mut failures, mut slowest) = (texts("failures")?, texts("slowest")?);
+
+        let rows = columns.rows("said").unwrap_or_default();
+        let (said, _) = columns.get::<u8>("said", rows)?;
+        let (locked, _) = columns.get::<u8>("page_locked", rows)?;
+        let (machine, _) = columns.get::<u32>("machine", rows)?;
+        let (local_rank, _) = columns.get::<u16>("local_rank", rows)?;
+        let (phases, phases_width) = columns.get::<u32>("phases_us", rows)?;
+        let (files, _) = columns.get::<u32>("files", rows)?;
+        let (failed, _) = columns.get::<u32>("failed", rows)?;
+        let (ended, _) = columns.get::<u64>("ended_us", rows)?;
+        let (paused, _) = columns.get::<u64>("paused_us", rows)?;
+        let (count, count_width) = columns.get::<u32>("count", rows)?;
+        let (moved, bytes_width) = columns.get::<u64>("bytes", rows)?;
+        let (busy, busy_width) = columns.get::<u64>("busy_us", rows)?;
+        let (longest, longest_width) = columns.get::<u32>("longest_us", rows)?;
+        let (by_duration, durations_width) = columns.get::<u16>("by_duration", rows)?;
+        let (classes, durations) = (Class::ALL.len(), BOUNDS_US.len() + 1);
+        let widths = [phases_width, count_width, bytes_width, busy_width, longest_width, durations_width];
+        let expected = [Phase::ALL.len(), classes, classes, classes, classes, classes * durations];
+        if widths != expected {
+            return Err(corrupt(format!("expected rows of {expected:?} numbers, found {widths:?}")));
+        }
+        let sum = |rank: usize, class: usize| {
+            let at = rank * classes + class;
+            Sum {
+                count: count[at],
+                bytes: moved[at],
+                busy_us: busy[at],
+                longest_us: longest[at],
+                by_duration: std::array::from_fn(|i| by_duration[at * durations + i]),
+            }
+        };
+        let mut digest = |rank: usize| {
+            (said[rank] != 0).then(|| Digest {
+                place: Place {
+                    machine: machines.get(machine[rank] as usize).cloned().unwrap_or_default(),
+                    local_rank: (local_rank[rank] != u16::MAX).then_some(local_rank[rank]),
+                },
+                phases_us: std::array::from_fn(|i| phases[rank * Phase::ALL.len() + i]),
+                sums: std::array::from_fn(|class| sum(rank, class)),
+                files: files[rank],
+                ended_us: ended[rank],
+                failure: failures.remove(&rank).unwrap_or_default(),
+                failures: failed[rank],
+                paused_us: paused[rank],
+                slowest: slowest.remove(&rank).unwrap_or_default(),
+                is_page_locked: locked[rank] != 0,
+            })
+        };
+        let ranks = (0..rows).map(&mut digest).collect();
+        Ok(Collected {
+            verb,
+            step: number("step")?,
+            began_unix_ms: number("began_unix_ms")?,
+            writer: note("writer")?.to_owned(),
+            missing: parsed(note("missing")?).ok_or_else(|| corrupt("missing: no list".to_owned()))?,
+            ranks,
+        })
+    }
+
+    /// Returns what those ranks said that said something.
+    pub(crate) fn said(&self) -> impl Iterator<Item = &Digest> {
+        self.ranks.iter().flatten()
+    }
+}
+
+/// Returns the word of a verb, in names and notes.
+pub(crate) fn word(verb: Verb) -> &'static str {
+    match verb {
+        Verb::Save => "save",
+        Verb::Load => "load",
+    }
+}
+
+fn list(of: impl serde::Serialize) -> String {
+    serde_json::to_string(&of).unwrap_or_default()
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn collected(world: usize) -> Collected {
+        let digest = |rank: usize| Digest {
+            place: Place { machine: format!("node-{}", rank / 2), local_rank: Some(rank as u16 % 2) },
+            phases_us: std::array::from_fn(|i| (i * 1000 + rank) as u32),
+            sums: std::array::from_fn(|i| Sum {
+                count: (rank + i) as u32,
+                bytes: 1 << 40,
+                busy_us: 7,
+                longest_us: 3,
+                by_duration: [i as u16; 8],
+            }),
+            files: 2,
+            ended_us: 12_345,
+            failure: if rank == 1 { "write \"a\": away".to_owned() } else { String::new() },
+            failures: 1,
+            paused_us: 20,
+            slowest: "model/a.safetensors".to_owned(),
+            is_page_locked: rank != 0,
+        };
+        let ranks = (0..world).map(|rank| (rank != 2).then(|| digest(rank))).collect();
+        let writer = "shardfast 0.1.0".to_owned();
+        Collected { verb: Verb::Save, step: 4000, began_unix_ms: 1_700_000_000_123, writer, missing: vec![2], ranks }
+    }
+
+    #[test]
+    fn an_object_comes_back_as_it_was() {
+        let object = collected(4);
+        let bytes = object.encode().unwrap();
+        assert_eq!(Collected::decode("here", &bytes).unwrap(), object);
+        assert_eq!(object.name(), "1700000000123-save-00004000.safetensors");
+        assert!(collected(8).encode().unwrap().len() < 16 << 10);
+        assert!(collected(8960).encode().unwrap().len() < 3 << 20, "{}", collected(8960).encode().unwrap().len());
+    }
+
+    #[test]
+    fn other_objects_are_refused_by_name() {
+        let error = Collected::decode("here", b"{}").unwrap_err();
+        assert!(error.message.contains("here: "), "{error}");
+        let mut columns = Columns::decode("here", &collected(3).encode().unwrap()).unwrap();
+        columns.notes.insert("shardfast.telemetry".to_owned(), "2".to_owned());
+        let newer = Collected::decode("here", &columns.encode()).unwrap_err();
+        assert!(newer.message.contains("a newer Shardfast wrote it"), "{newer}");
+        columns.notes.insert("shardfast.telemetry".to_owned(), "1".to_owned());
+        for (name, note) in [("verb", "drop"), ("step", "-1"), ("phases", "[]"), ("machines", "7"), ("failures", "[]")]
+        {
+            let mut wrong = columns.clone();
+            wrong.notes.insert(format!("shardfast.{name}"), note.to_owned());
+            let error = Collected::decode("here", &wrong.encode()).unwrap_err();
+            assert!(error.message.contains(name), "{name}: {error}");
+        }
+        for name in ["said", "phases_us", "by_duration"] {
+            let mut wrong = columns.clone();
+            wrong.add(name, 1, &[1_u32]).unwrap();
+            assert!(Collected::decode("here", &wrong.encode()).is_err(), "{name}");
+        }
+    }
+}

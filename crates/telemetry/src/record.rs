@@ -1,0 +1,260 @@
+//! Records the events of one operation: of fixed size, bounded in number, without locks and without memory for each.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use shardfast_store::Action;
+use shardfast_transfer::events::{Event, Phase};
+
+use crate::text::Text;
+
+/// Events that a record keeps in full: 256 KiB of them. Sums go on beyond.
+const ENTRIES_MAX: usize = 2048;
+
+/// Bytes of an object's name that an event keeps: its end tells it from its neighbours.
+const OBJECT_BYTES: usize = 48;
+
+/// Bytes of a failure's text that a record keeps.
+const FAILURE_BYTES: usize = 240;
+
+/// Number of bytes from which a read or write counts as a large one.
+const LARGE_BYTES: u64 = 1 << 20;
+
+/// Upper bounds of the histograms' classes of durations, in microseconds; the last class has none.
+pub(crate) const BOUNDS_US: [u64; 7] = [1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000, 4_000_000];
+
+/// Kinds of operations at a store that are summed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Class {
+    SmallWrites,
+    LargeWrites,
+    SmallReads,
+    LargeReads,
+    /// Operations on names: creation, end, list, sync, removal.
+    Names,
+}
+
+impl Class {
+    pub(crate) const ALL: [Class; 5] =
+        [Class::SmallWrites, Class::LargeWrites, Class::SmallReads, Class::LargeReads, Class::Names];
+
+    /// Returns the class of an operation.
+    fn of(action: Action, bytes: u64) -> Class {
+        let is_large = bytes >= LARGE_BYTES;
+        match action {
+            Action::Write | Action::Put | Action::Publish if is_large => Class::LargeWrites,
+            Action::Write | Action::Put | Action::Publish => Class::SmallWrites,
+            Action::Read | Action::Open if is_large => Class::LargeReads,
+            Action::Read | Action::Open => Class::SmallReads,
+            _ => Class::Names,
+        }
+    }
+
+    /// Returns the words that reports have for it.
+    pub(crate) fn words(self) -> &'static str {
+        match self {
+            Class::SmallWrites => "small_writes",
+            Class::LargeWrites => "large_writes",
+            Class::SmallReads => "small_reads",
+            Class::LargeReads => "large_reads",
+            Class::Names => "names",
+        }
+    }
+}
+
+/// An event as it is kept.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub(crate) what: What,
+    /// Time from the request of the operation to the event's begin.
+    pub(crate) at: Duration,
+    /// Time that it took; zero for a moment.
+    pub(crate) took: Duration,
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+    /// Object at the store, or the failure's word.
+    pub(crate) object: Text<OBJECT_BYTES>,
+    pub(crate) has_failed: bool,
+}
+
+/// Kinds of events.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum What {
+    Phase(Phase),
+    Operation(Action),
+    Wrote,
+    Compared,
+    PageLock,
+    /// An action has failed for that many times, and is tried again after a pause (`took`) or not at all.
+    Failed {
+        attempt: u16,
+        is_final: bool,
+    },
+    Outcome,
+}
+
+/// Sums over the operations of one class.
+#[derive(Default)]
+pub(crate) struct Sums {
+    pub(crate) count: AtomicU32,
+    pub(crate) bytes: AtomicU64,
+    pub(crate) busy_ns: AtomicU64,
+    pub(crate) longest_ns: AtomicU64,
+    pub(crate) by_duration: [AtomicU32; BOUNDS_US.len() + 1],
+}
+
+/// Events of one operation on one rank.
+pub(crate) struct Record {
+    pub(crate) began: Instant,
+    entries: Box<[OnceLock<Entry>]>,
+    next: AtomicUsize,
+    sums: [Sums; Class::ALL.len()],
+    failures: AtomicU32,
+    paused_ns: AtomicU64,
+    failure: OnceLock<Text<FAILURE_BYTES>>,
+}
+
+impl Record {
+    pub(crate) fn new() -> Record {
+        Record {
+            began: Instant::now(),
+            entries: (0..ENTRIES_MAX).map(|_| OnceLock::new()).collect(),
+            next: AtomicUsize::new(0),
+            sums: Default::default(),
+            failures: AtomicU32::new(0),
+            paused_ns: AtomicU64::new(0),
+            failure: OnceLock::new(),
+        }
+    }
+
+    /// Returns the events that are kept, in the order of their ends, and the number of all others.
+    pub(crate) fn entries(&self) -> (impl Iterator<Item = &Entry>, usize) {
+        let left_out = self.next.load(Relaxed).saturating_sub(self.entries.len());
+        (self.entries.iter().filter_map(OnceLock::get), left_out)
+    }
+
+    pub(crate) fn sums(&self, class: Class) -> &Sums {
+        &self.sums[class as usize]
+    }
+
+    /// Returns the number of failures that were tried again or ended the operation, and the pauses after them.
+    pub(crate) fn failures(&self) -> (u32, Duration) {
+        (self.failures.load(Relaxed), Duration::from_nanos(self.paused_ns.load(Relaxed)))
+    }
+
+    /// Returns why the operation failed.
+    pub(crate) fn failure(&self) -> Option<&str> {
+        self.failure.get().map(Text::as_str)
+    }
+
+    pub(crate) fn stored(&self, event: &shardfast_store::Event<'_>) {
+        let sums = self.sums(Class::of(event.action, event.bytes));
+        let took_ns = u64::try_from(event.took.as_nanos()).unwrap_or(u64::MAX);
+        sums.count.fetch_add(1, Relaxed);
+        sums.bytes.fetch_add(if event.failure.is_none() { event.bytes } else { 0 }, Relaxed);
+        sums.busy_ns.fetch_add(took_ns, Relaxed);
+        sums.longest_ns.fetch_max(took_ns, Relaxed);
+        sums.by_duration[BOUNDS_US.partition_point(|&bound| bound <= took_ns / 1000)].fetch_add(1, Relaxed);
+        self.add(Entry {
+            what: What::Operation(event.action),
+            at: event.began.saturating_duration_since(self.began),
+            took: event.took,
+            offset: event.offset,
+            bytes: event.bytes,
+            object: Text::tail(event.object),
+            has_failed: event.failure.is_some(),
+        });
+    }
+
+    pub(crate) fn noted(&self, event: &Event<'_>) {
+        let moment = |what, at| Entry {
+            what,
+            at,
+            took: Duration::ZERO,
+            offset: 0,
+            bytes: 0,
+            object: Text::head(""),
+            has_failed: false,
+        };
+        let now = || self.began.elapsed();
+        self.add(match *event {
+            Event::Ended { phase, after } => moment(What::Phase(phase), after),
+            Event::Wrote { bytes } => Entry { bytes, ..moment(What::Wrote, now()) },
+            Event::Compared { outcome } => Entry { object: Text::head(outcome), ..moment(What::Compared, now()) },
+            Event::PageLock { failure } => {
+                Entry { object: Text::head(failure), has_failed: true, ..moment(What::PageLock, now()) }
+            }
+            Event::Failed { error, attempt, pause, after } => {
+                self.failures.fetch_add(1, Relaxed);
+                let took = pause.unwrap_or_default();
+                self.paused_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
+                let attempt = u16::try_from(attempt).unwrap_or(u16::MAX);
+                let what = What::Failed { attempt, is_final: pause.is_none() };
+                Entry { took, object: Text::head(&error.message), has_failed: true, ..moment(what, after) }
+            }
+            Event::Outcome { failure, after, .. } => {
+                if let Some(error) = failure {
+                    let _ = self.failure.set(Text::head(&error.message));
+                }
+                Entry { has_failed: failure.is_some(), ..moment(What::Outcome, after) }
+            }
+        });
+    }
+
+    fn add(&self, entry: Entry) {
+        if let Some(place) = self.entries.get(self.next.fetch_add(1, Relaxed)) {
+            let _ = place.set(entry);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shardfast_store::Requests;
+
+    use super::*;
+
+    fn write(bytes: u64, took_ms: u64) -> shardfast_store::Event<'static> {
+        shardfast_store::Event {
+            action: Action::Write,
+            object: "model/00003-000-0123456789abcdef0123456789abcdef.safetensors",
+            offset: 64,
+            bytes,
+            began: Instant::now(),
+            took: Duration::from_millis(took_ms),
+            requests: Requests::default(),
+            failure: None,
+        }
+    }
+
+    #[test]
+    fn an_event_takes_no_memory_and_a_surplus_is_counted() {
+        let record = Record::new();
+        let event = write(8, 5);
+        let counted = allocation_counter::measure(|| {
+            for _ in 0..ENTRIES_MAX + 10 {
+                record.stored(&event);
+            }
+            record.noted(&Event::Ended { phase: Phase::Written, after: Duration::from_millis(9) });
+        });
+        assert_eq!(counted.count_total, 0, "{counted:?}");
+        let (entries, left_out) = record.entries();
+        assert_eq!((entries.count(), left_out), (ENTRIES_MAX, 11));
+        assert_eq!(record.sums(Class::SmallWrites).count.load(Relaxed) as usize, ENTRIES_MAX + 10);
+    }
+
+    #[test]
+    fn operations_are_summed_by_size_and_duration() {
+        let record = Record::new();
+        [write(LARGE_BYTES, 5), write(LARGE_BYTES - 1, 1), write(2 * LARGE_BYTES, 5_000)]
+            .iter()
+            .for_each(|event| record.stored(event));
+        let large = record.sums(Class::LargeWrites);
+        assert_eq!((large.count.load(Relaxed), large.bytes.load(Relaxed)), (2, 3 * LARGE_BYTES));
+        assert_eq!(large.longest_ns.load(Relaxed), 5_000_000_000);
+        let by_duration: Vec<u32> = large.by_duration.iter().map(|count| count.load(Relaxed)).collect();
+        assert_eq!(by_duration, [0, 0, 1, 0, 0, 0, 0, 1]);
+        assert_eq!(record.sums(Class::SmallWrites).by_duration[1].load(Relaxed), 1);
+    }
+}

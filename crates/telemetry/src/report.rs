@@ -1,0 +1,243 @@
+//! Reads what the saves and loads of a run did, and says what was slow.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde::Serialize;
+use shardfast_engine::listen::Verb;
+use shardfast_engine::{Error, Kind, Result, Timeout, runs};
+use shardfast_format::{TELEMETRY, parse_record_name};
+use shardfast_store::Store;
+use shardfast_transfer::error::retry;
+
+use crate::object::{Collected, OBJECT_BYTES_MAX};
+use crate::record::Class;
+use crate::verdicts::{Verdict, median, phases, verdicts};
+
+/// Objects that are read at a time.
+const READS: usize = 16;
+
+/// Unreadable objects that are listed.
+const PROBLEMS_MAX: usize = 16;
+
+/// What the saves and loads of a run did.
+#[derive(Debug, Serialize)]
+pub struct RunReport {
+    /// Place of the run.
+    pub url: String,
+    /// Saves, in the order of time.
+    pub saves: Vec<Operation>,
+    /// Loads, in the order of time.
+    pub loads: Vec<Operation>,
+    /// Objects that could not be read, the first of them, each with the reason.
+    pub unreadable: Vec<String>,
+}
+
+/// What one save or load did.
+#[derive(Debug, Serialize)]
+pub struct Operation {
+    /// Training step of the checkpoint.
+    pub step: u64,
+    /// Outcome: `committed` or `loaded`, `failed`, `cut off`.
+    pub outcome: &'static str,
+    /// Time of the request, by rank 0's clock, in milliseconds since 1970; `None` if nothing was recorded.
+    pub began_unix_ms: Option<u64>,
+    /// Number of ranks; `None` if nothing was recorded.
+    pub world: Option<usize>,
+    /// Ranks of which nothing was heard.
+    pub unheard: Vec<usize>,
+    /// Time until the state could change, of the slowest rank, in milliseconds.
+    pub staged_ms: Option<f64>,
+    /// Time until the outcome, of the slowest rank, in milliseconds.
+    pub ended_ms: Option<f64>,
+    /// Bytes that all ranks wrote, or read.
+    pub bytes: u64,
+    /// Data files that all ranks wrote.
+    pub files: u64,
+    /// Failures of the storage on all ranks.
+    pub failures: u64,
+    /// Milliseconds of each rank in each phase; `None` for a rank that did not end it.
+    pub phases: BTreeMap<&'static str, Vec<Option<f64>>>,
+    /// Operations at the storage by kind: number, bytes and time of all ranks.
+    pub operations: BTreeMap<&'static str, Operations>,
+    /// What was slow, the most time first.
+    pub verdicts: Vec<Verdict>,
+}
+
+/// Operations of one kind at the storage, of all ranks.
+#[derive(Debug, Default, Serialize)]
+pub struct Operations {
+    /// Number of them.
+    pub count: u64,
+    /// Bytes that they moved.
+    pub bytes: u64,
+    /// Time that they took together, in milliseconds.
+    pub busy_ms: f64,
+    /// Time of the longest one, in milliseconds.
+    pub longest_ms: f64,
+    /// Number of them that took less than 1, 4, 16, 64, 256, 1000 and 4000 ms, and longer; each counted once.
+    pub by_duration: Vec<u64>,
+}
+
+/// The report of a run, and of each record in it the place among the saves or the loads.
+pub(crate) type ReadRun = (RunReport, Vec<(Collected, usize)>);
+
+/// Reads what the saves and loads of the run at `url` did, or those of one step.
+///
+/// # Errors
+/// As [`report`](crate::report()).
+pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout) -> Result<ReadRun> {
+    let store = runs::store(url, timeout)?;
+    let (steps, entries) = runs::list_in(&*store, url, timeout)?;
+    let has_records = entries.iter().any(|entry| entry.is_dir && entry.name == TELEMETRY);
+    if steps.is_empty() && !has_records {
+        return Err(Error::new(
+            Kind::NotFound,
+            format!("{url}: expected a run, a directory of checkpoints `step-00000000`, found none"),
+        ));
+    }
+    let mut names: Vec<String> = match retry(timeout, || Ok(store.list(TELEMETRY)?)) {
+        Err(error) if error.kind == Kind::NotFound => Vec::new(),
+        found => found?.into_iter().filter(|entry| !entry.is_dir).map(|entry| entry.name).collect(),
+    };
+    names.retain(|name| parse_record_name(name).is_some_and(|found| step.is_none_or(|step| found == step)));
+    names.sort_unstable();
+    let (collected, unreadable) = read(&*store, url, &names, timeout);
+
+    let mut report = RunReport { url: url.to_owned(), saves: Vec::new(), loads: Vec::new(), unreadable };
+    for collected in &collected {
+        let operations = if collected.verb == Verb::Save { &mut report.saves } else { &mut report.loads };
+        let mut operation = operation(collected);
+        for verdict in &mut operation.verdicts {
+            let before = operations.last().and_then(|last: &Operation| {
+                let same = |other: &&Verdict| other.subject == verdict.subject && other.phase == verdict.phase;
+                last.verdicts.iter().find(same)
+            });
+            verdict.in_a_row += before.map_or(0, |before| before.in_a_row);
+        }
+        operations.push(operation);
+    }
+    for unrecorded in steps.into_iter().filter(|found| step.is_none_or(|step| found.step == step)) {
+        if !report.saves.iter().any(|save| save.step == unrecorded.step && save.outcome == "committed") {
+            let is_committed = !matches!(unrecorded.commit, Ok(None));
+            report
+                .saves
+                .push(Operation::unrecorded(unrecorded.step, if is_committed { "committed" } else { "cut off" }));
+        }
+    }
+    report.saves.sort_by_key(|save| (save.step, save.began_unix_ms.unwrap_or(u64::MAX)));
+    let place = |collected: &Collected| {
+        let operations = if collected.verb == Verb::Save { &report.saves } else { &report.loads };
+        let is_it = |one: &Operation| (one.step, one.began_unix_ms) == (collected.step, Some(collected.began_unix_ms));
+        operations.iter().position(is_it)
+    };
+    let places: Vec<Option<usize>> = collected.iter().map(place).collect();
+    let collected = collected.into_iter().zip(places).filter_map(|(collected, at)| Some((collected, at?))).collect();
+    Ok((report, collected))
+}
+
+/// Reads and decodes objects, several at a time; returns them in the order of their names, with the reasons why others
+/// cannot be read.
+fn read(store: &dyn Store, url: &str, names: &[String], timeout: &Timeout) -> (Vec<Collected>, Vec<String>) {
+    let (next, found) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
+    std::thread::scope(|threads| {
+        for _ in 0..READS.min(names.len()) {
+            threads.spawn(|| {
+                while let Some(name) = names.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let path = format!("{TELEMETRY}/{name}");
+                    let bytes = retry(timeout, || Ok(store.read(&path, OBJECT_BYTES_MAX)?));
+                    let collected = bytes.and_then(|bytes| Collected::decode(&format!("{url}/{path}"), &bytes));
+                    if let Ok(mut found) = found.lock() {
+                        found.insert(name, collected);
+                    }
+                }
+            });
+        }
+    });
+    let (mut collected, mut unreadable) = (Vec::new(), Vec::new());
+    for (_, found) in found.into_inner().unwrap_or_default() {
+        match found {
+            Ok(found) => collected.push(found),
+            Err(error) if unreadable.len() < PROBLEMS_MAX => unreadable.push(error.message),
+            Err(_) => {}
+        }
+    }
+    (collected, unreadable)
+}
+
+pub(crate) fn operation(collected: &Collected) -> Operation {
+    let largest = |ms: &mut dyn Iterator<Item = f64>| ms.reduce(f64::max);
+    let has_failed = collected.said().any(|said| !said.failure.is_empty());
+    let outcome = match (has_failed, collected.verb) {
+        (true, _) => "failed",
+        (false, Verb::Save) => "committed",
+        (false, Verb::Load) => "loaded",
+    };
+    let mut operations = BTreeMap::new();
+    for class in Class::ALL {
+        let mut all = Operations::default();
+        for sum in collected.said().map(|said| said.sums[class as usize]) {
+            all.count += u64::from(sum.count);
+            all.bytes = all.bytes.saturating_add(sum.bytes);
+            all.busy_ms += sum.busy_us as f64 / 1e3;
+            all.longest_ms = all.longest_ms.max(f64::from(sum.longest_us) / 1e3);
+            all.by_duration.resize(sum.by_duration.len(), 0);
+            all.by_duration.iter_mut().zip(sum.by_duration).for_each(|(all, count)| *all += u64::from(count));
+        }
+        if all.count > 0 {
+            operations.insert(class.words(), all);
+        }
+    }
+    let moved =
+        |classes: [Class; 2]| classes.iter().filter_map(|class| operations.get(class.words())).map(|of| of.bytes).sum();
+    let phases = phases(collected);
+    let staged = phases.iter().find(|(phase, _)| *phase == "copy");
+    Operation {
+        step: collected.step,
+        outcome,
+        began_unix_ms: Some(collected.began_unix_ms),
+        world: Some(collected.ranks.len()),
+        unheard: (0..collected.ranks.len()).filter(|&rank| collected.ranks[rank].is_none()).collect(),
+        staged_ms: staged.and_then(|(_, ms)| largest(&mut ms.iter().flatten().copied())),
+        ended_ms: largest(&mut collected.said().map(|said| said.ended_us as f64 / 1e3)),
+        bytes: match collected.verb {
+            Verb::Save => moved([Class::SmallWrites, Class::LargeWrites]),
+            Verb::Load => moved([Class::SmallReads, Class::LargeReads]),
+        },
+        files: collected.said().map(|said| u64::from(said.files)).sum(),
+        failures: collected.said().map(|said| u64::from(said.failures)).sum(),
+        phases: phases.into_iter().filter(|(_, ms)| ms.iter().any(Option::is_some)).collect(),
+        operations,
+        verdicts: verdicts(collected),
+    }
+}
+
+impl Operation {
+    fn unrecorded(step: u64, outcome: &'static str) -> Operation {
+        Operation {
+            step,
+            outcome,
+            began_unix_ms: None,
+            world: None,
+            unheard: Vec::new(),
+            staged_ms: None,
+            ended_ms: None,
+            bytes: 0,
+            files: 0,
+            failures: 0,
+            phases: BTreeMap::new(),
+            operations: BTreeMap::new(),
+            verdicts: Vec::new(),
+        }
+    }
+}
+
+impl RunReport {
+    /// Returns the median time until saves that were committed were durable, in milliseconds; `None` without one.
+    pub fn median_ms(&self) -> Option<f64> {
+        let committed =
+            || self.saves.iter().filter(|save| save.outcome == "committed").filter_map(|save| save.ended_ms);
+        committed().next().map(|_| median(committed()))
+    }
+}

@@ -1,0 +1,564 @@
+//! Says what made a save or load slow: whom it concerns, in which phase, why, and how much time it cost.
+//!
+//! A rank is slow in a phase if it took longer there than the median rank, by more than [`LOST_MIN`] and a share of the
+//! whole operation. Ranks wait for each other when they plan and when they commit, so a slow one is found in the phase
+//! where it was slow, and all others in the next wait. Nothing is said where nothing is wrong.
+
+use std::time::Duration;
+
+use serde::Serialize;
+use shardfast_engine::listen::Verb;
+use shardfast_transfer::events::Phase;
+
+use crate::digest::{Digest, Sum};
+use crate::object::Collected;
+use crate::record::Class;
+
+/// Least time that a verdict is about.
+const LOST_MIN: Duration = Duration::from_millis(100);
+
+/// Least share of the operation that a verdict is about.
+const LOST_SHARE: f64 = 0.2;
+
+/// Factor by which a rank must exceed the median rank.
+const FACTOR: f64 = 1.5;
+
+/// Least share of the operation that a commit must take to be called slow: it waits for the storage a few times.
+const COMMIT_SHARE: f64 = 0.4;
+
+/// Least number of small writes of all ranks that are called too many.
+const SMALL_MIN: u64 = 200;
+
+/// Finding about one save or load.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Verdict {
+    /// Whom it concerns: `rank 3`, `ranks 1, 2`, `machine node-7`, `all ranks`.
+    pub subject: String,
+    /// Phase in which the time was lost.
+    pub phase: &'static str,
+    /// Cause: `failed`, `missing`, `called_late`, `more_data`, `throttled`, `retries`, `storage`, `small_objects`,
+    /// `serial_tail`, `held_up`.
+    pub cause: &'static str,
+    /// Time that was lost, in milliseconds.
+    pub lost_ms: f64,
+    /// A sentence with the evidence.
+    pub text: String,
+    /// Number of operations in a row, this one included, with the same subject and phase.
+    pub in_a_row: usize,
+}
+
+/// A phase by which time is divided among ranks: its name, the phases at whose end it begins (the first that the rank
+/// has ended, or the request), and the phase whose end is its own.
+pub(crate) type PhaseOf = (&'static str, &'static [Phase], Phase);
+
+/// Phases of a save.
+const SAVE: [PhaseOf; 7] = [
+    ("plan", &[], Phase::Planned),
+    ("copy", &[], Phase::Staged),
+    ("write", &[Phase::Planned], Phase::Written),
+    ("agree", &[Phase::Written], Phase::Agreed),
+    ("compare", &[Phase::Agreed], Phase::Compared),
+    ("values", &[Phase::Compared, Phase::Agreed, Phase::Written], Phase::Durable),
+    ("commit", &[Phase::Durable], Phase::Committed),
+];
+/// Phases of a load.
+const LOAD: [PhaseOf; 6] = [
+    ("open", &[], Phase::Opened),
+    ("match", &[Phase::Opened], Phase::Matched),
+    ("plan", &[Phase::Matched, Phase::Opened], Phase::Planned),
+    ("agree", &[Phase::Planned], Phase::Agreed),
+    ("read", &[Phase::Agreed], Phase::Read),
+    ("finish", &[Phase::Read], Phase::Loaded),
+];
+
+/// Returns the phases of a kind of operation.
+pub(crate) fn phases_of(verb: Verb) -> &'static [PhaseOf] {
+    match verb {
+        Verb::Save => &SAVE,
+        Verb::Load => &LOAD,
+    }
+}
+
+/// Returns the times of all ranks in each phase of that kind of operation, in milliseconds; `None` for a rank that has
+/// not ended the phase.
+pub(crate) fn phases(collected: &Collected) -> Vec<(&'static str, Vec<Option<f64>>)> {
+    let ms = |said: &Option<Digest>, (_, from, to): &PhaseOf| {
+        let us = |phase: Phase| said.as_ref().map(|said| said.phases_us[phase as usize]).filter(|&us| us > 0);
+        let end = us(*to)?;
+        let start = from.iter().find_map(|&phase| us(phase)).unwrap_or(0);
+        Some(f64::from(end.saturating_sub(start)) / 1e3)
+    };
+    phases_of(collected.verb)
+        .iter()
+        .map(|phase| (phase.0, collected.ranks.iter().map(|said| ms(said, phase)).collect()))
+        .collect()
+}
+
+/// Returns the findings about one operation, the most time first.
+pub(crate) fn verdicts(collected: &Collected) -> Vec<Verdict> {
+    let mut found = Vec::new();
+    failed(collected, &mut found);
+    let total_ms = median(collected.said().map(|rank| rank.ended_us as f64 / 1e3));
+    let least_ms = (LOST_SHARE * total_ms).max(LOST_MIN.as_secs_f64() * 1e3);
+    let phases = phases(collected);
+    for (phase, times) in &phases {
+        match *phase {
+            "agree" | "match" => called_late(phase, times, least_ms, &mut found),
+            "commit" | "finish" => {}
+            _ => slow_ranks(collected, phase, times, least_ms, &mut found),
+        }
+    }
+    copy_or_write(&mut found);
+    serial_tail(collected, &phases, total_ms, &mut found);
+    everywhere(collected, total_ms, least_ms, &mut found);
+    found.sort_by(|a, b| b.lost_ms.total_cmp(&a.lost_ms));
+    found
+}
+
+/// Finds ranks that failed or said nothing.
+fn failed(collected: &Collected, found: &mut Vec<Verdict>) {
+    let mut by_failure: Vec<(&str, Vec<usize>)> = Vec::new();
+    for (rank, said) in collected.ranks.iter().enumerate() {
+        let Some(said) = said.as_ref().filter(|said| !said.failure.is_empty()) else { continue };
+        match by_failure.iter_mut().find(|(failure, _)| *failure == said.failure) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => by_failure.push((&said.failure, vec![rank])),
+        }
+    }
+    let ended_ms = |ranks: &[usize]| {
+        let ended = ranks.iter().filter_map(|&rank| collected.ranks[rank].as_ref()).map(|said| said.ended_us);
+        ended.max().unwrap_or(0) as f64 / 1e3
+    };
+    for (failure, ranks) in by_failure {
+        let subject = subject(collected, &ranks);
+        let text = format!("it failed: {failure}");
+        found.push(Verdict {
+            subject,
+            phase: "outcome",
+            cause: "failed",
+            lost_ms: ended_ms(&ranks),
+            text,
+            in_a_row: 1,
+        });
+    }
+    let missing: Vec<usize> = collected.missing.iter().map(|&rank| rank as usize).collect();
+    if !missing.is_empty() {
+        let (subject, text) =
+            (ranks(&missing), "said nothing when the outcome was known: stopped, ended or out of reach".to_owned());
+        found.push(Verdict { subject, phase: "outcome", cause: "missing", lost_ms: 0.0, text, in_a_row: 1 });
+    }
+}
+
+/// Finds ranks for which all others waited: they took least in a phase that all end together.
+fn called_late(phase: &'static str, times: &[Option<f64>], least_ms: f64, found: &mut Vec<Verdict>) {
+    // Of two ranks the one that waited.
+    let median_ms = upper_median(times.iter().flatten().copied());
+    let late: Vec<usize> =
+        (0..times.len()).filter(|&rank| times[rank].is_some_and(|ms| median_ms - ms > least_ms)).collect();
+    if late.is_empty() || late.len() * 2 > times.len() {
+        return;
+    }
+    let lost_ms = late.iter().filter_map(|&rank| times[rank]).map(|ms| median_ms - ms).fold(0.0, f64::max);
+    let text = format!("came {} after the others, which waited for it", said_ms(lost_ms));
+    found.push(Verdict { subject: ranks(&late), phase, cause: "called_late", lost_ms, text, in_a_row: 1 });
+}
+
+/// Finds ranks that took longer than the median rank.
+fn slow_ranks(
+    collected: &Collected,
+    phase: &'static str,
+    times: &[Option<f64>],
+    least_ms: f64,
+    found: &mut Vec<Verdict>,
+) {
+    let median_ms = median(times.iter().flatten().copied());
+    let is_slow = |ms: f64| ms - median_ms > least_ms && ms > FACTOR * median_ms;
+    let slow: Vec<usize> = (0..times.len()).filter(|&rank| times[rank].is_some_and(is_slow)).collect();
+    if slow.is_empty() {
+        return;
+    }
+    let worst = slow.iter().copied().max_by(|&a, &b| times[a].unwrap_or(0.0).total_cmp(&times[b].unwrap_or(0.0)));
+    let Some((worst, said)) = worst.and_then(|rank| Some((rank, collected.ranks[rank].as_ref()?))) else { return };
+    let lost_ms = times[worst].unwrap_or(0.0) - median_ms;
+    let (cause, why) = cause(collected, said, phase, lost_ms);
+    let text =
+        format!("took {} in {phase}, the median rank {}: {why}", said_ms(lost_ms + median_ms), said_ms(median_ms));
+    found.push(Verdict { subject: subject(collected, &slow), phase, cause, lost_ms, text, in_a_row: 1 });
+}
+
+/// Keeps one of two findings about the same ranks: what is copied late is written late, and what is written slowly is
+/// copied late if staging memory is full.
+fn copy_or_write(found: &mut Vec<Verdict>) {
+    let of = |phase: &str| found.iter().position(|verdict| verdict.phase == phase && verdict.cause != "failed");
+    if let (Some(copy), Some(write)) = (of("copy"), of("write"))
+        && found[copy].subject == found[write].subject
+    {
+        found.remove(if found[write].cause == "held_up" { write } else { copy });
+    }
+}
+
+/// Returns why a rank was slow in a phase, and the evidence.
+fn cause(collected: &Collected, said: &Digest, phase: &str, lost_ms: f64) -> (&'static str, String) {
+    let moved = |rank: &Digest| {
+        let large = if matches!(phase, "read") {
+            [Class::SmallReads, Class::LargeReads]
+        } else {
+            [Class::SmallWrites, Class::LargeWrites]
+        };
+        let [small, large] = large.map(|class| rank.sums[class as usize]);
+        (small.bytes + large.bytes, small.busy_us + large.busy_us, small.longest_us.max(large.longest_us))
+    };
+    let (bytes, busy_us, longest_us) = moved(said);
+    let median_bytes = median(collected.said().map(|rank| moved(rank).0 as f64));
+    let paused_ms = said.paused_us as f64 / 1e3;
+    if paused_ms > 0.3 * lost_ms {
+        let is_throttled = ["SlowDown", "503", "429", "throttl"].iter().any(|word| said.failure.contains(word));
+        let cause = if is_throttled { "throttled" } else { "retries" };
+        return (cause, format!("{} failures, {} of pauses before it tried again", said.failures, said_ms(paused_ms)));
+    }
+    if bytes as f64 > FACTOR * median_bytes {
+        return (
+            "more_data",
+            format!("it moved {}, the median rank {}", said_bytes(bytes as f64), said_bytes(median_bytes)),
+        );
+    }
+    let rate = |(bytes, busy_us, _): (u64, u64, u32)| bytes as f64 / (busy_us.max(1) as f64 / 1e6);
+    let (own, median_rate) =
+        (rate((bytes, busy_us, longest_us)), median(collected.said().map(|rank| rate(moved(rank)))));
+    if phase != "copy" && f64::from(longest_us) / 1e3 > 0.5 * lost_ms {
+        return (
+            "storage",
+            format!("one operation, on {}, took {}", said.slowest, said_ms(f64::from(longest_us) / 1e3)),
+        );
+    }
+    if phase != "copy" && own * FACTOR < median_rate {
+        return (
+            "storage",
+            format!(
+                "its operations ran at {}/s, those of the median rank at {}/s",
+                said_bytes(own),
+                said_bytes(median_rate)
+            ),
+        );
+    }
+    ("held_up", "its operations at the storage were not slow: the process was stopped, or had no processor".to_owned())
+}
+
+/// Finds a commit that took long after all bytes were durable.
+fn serial_tail(
+    collected: &Collected,
+    phases: &[(&'static str, Vec<Option<f64>>)],
+    total_ms: f64,
+    found: &mut Vec<Verdict>,
+) {
+    let Some((_, times)) = phases.iter().find(|(phase, _)| *phase == "commit") else { return };
+    // The rank that was durable last waited for the commit alone.
+    let lost_ms = times.iter().flatten().copied().fold(f64::INFINITY, f64::min);
+    if !lost_ms.is_finite() || lost_ms < (COMMIT_SHARE * total_ms).max(2.0 * LOST_MIN.as_secs_f64() * 1e3) {
+        return;
+    }
+    let slowest =
+        collected.ranks.first().and_then(Option::as_ref).map(|root| root.slowest.as_str()).unwrap_or_default();
+    let at = if slowest.is_empty() { String::new() } else { format!("; its longest operation was on {slowest}") };
+    let text = format!("committed {} after every byte was durable{at}", said_ms(lost_ms));
+    found.push(Verdict {
+        subject: "rank 0".to_owned(),
+        phase: "commit",
+        cause: "serial_tail",
+        lost_ms,
+        text,
+        in_a_row: 1,
+    });
+}
+
+/// Finds what slowed all ranks.
+fn everywhere(collected: &Collected, total_ms: f64, least_ms: f64, found: &mut Vec<Verdict>) {
+    let paused_ms = median(collected.said().map(|rank| rank.paused_us as f64 / 1e3));
+    if paused_ms > least_ms {
+        let failures: u32 = collected.said().map(|rank| rank.failures).sum();
+        let text = format!(
+            "paused {} (the median rank) after {failures} failures of the storage on all ranks",
+            said_ms(paused_ms)
+        );
+        let (subject, phase) = ("all ranks".to_owned(), if collected.verb == Verb::Save { "write" } else { "read" });
+        found.push(Verdict { subject, phase, cause: "retries", lost_ms: paused_ms, text, in_a_row: 1 });
+    }
+    let sum = |class: Class| {
+        let mut all = Sum::default();
+        for of in collected.said().map(|rank| rank.sums[class as usize]) {
+            all.count = all.count.saturating_add(of.count);
+            all.bytes = all.bytes.saturating_add(of.bytes);
+            all.busy_us = all.busy_us.saturating_add(of.busy_us);
+        }
+        all
+    };
+    let classes = match collected.verb {
+        Verb::Save => (Class::SmallWrites, "write"),
+        Verb::Load => (Class::SmallReads, "read"),
+    };
+    let (small, ranks) = (sum(classes.0), collected.said().count().max(1));
+    let busy_ms = small.busy_us as f64 / 1e3 / ranks as f64;
+    if u64::from(small.count) >= SMALL_MIN * ranks as u64 && busy_ms > least_ms.max(0.3 * total_ms) {
+        let mean = small.bytes as f64 / f64::from(small.count.max(1));
+        let text = format!(
+            "{} operations of {} took {} of requests on each rank: fewer keys, or larger units",
+            small.count,
+            said_bytes(mean),
+            said_ms(busy_ms)
+        );
+        let (subject, phase) = ("all ranks".to_owned(), classes.1);
+        found.push(Verdict { subject, phase, cause: "small_objects", lost_ms: busy_ms, text, in_a_row: 1 });
+    }
+}
+
+/// Returns whom slow ranks are: a machine if they are all of its ranks and it has several, and there are others.
+fn subject(collected: &Collected, slow: &[usize]) -> String {
+    if slow.len() > 1 && slow.len() == collected.ranks.len() {
+        return "all ranks".to_owned();
+    }
+    let machine = |rank: usize| collected.ranks[rank].as_ref().map(|said| said.place.machine.as_str());
+    let of_first = slow.first().and_then(|&rank| machine(rank));
+    let on_it = (0..collected.ranks.len()).filter(|&rank| machine(rank) == of_first);
+    match of_first {
+        Some(name) if slow.len() > 1 && on_it.eq(slow.iter().copied()) => format!("machine {name}"),
+        _ => ranks(slow),
+    }
+}
+
+/// Returns ranks as text, the first few of many.
+fn ranks(ranks: &[usize]) -> String {
+    let named = ranks.iter().take(8).map(usize::to_string).collect::<Vec<_>>().join(", ");
+    match ranks.len() {
+        1 => format!("rank {named}"),
+        count if count > 8 => format!("ranks {named} and {} more", count - 8),
+        _ => format!("ranks {named}"),
+    }
+}
+
+/// Returns the median, the lower one of two; 0 of nothing.
+pub(crate) fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
+}
+
+/// Returns the median, the upper one of two; 0 of nothing.
+fn upper_median(values: impl Iterator<Item = f64>) -> f64 {
+    -median(values.map(|value| -value))
+}
+
+/// Returns a time as text.
+pub(crate) fn said_ms(ms: f64) -> String {
+    if ms < 10.0 {
+        format!("{ms:.1} ms")
+    } else if ms < 1000.0 {
+        format!("{ms:.0} ms")
+    } else {
+        format!("{:.1} s", ms / 1e3)
+    }
+}
+
+/// Returns a number of bytes as text.
+pub(crate) fn said_bytes(bytes: f64) -> String {
+    const UNITS: [&str; 5] = ["B", "KB", "MB", "GB", "TB"];
+    let power = UNITS.iter().enumerate().skip(1).take_while(|(i, _)| bytes >= 1e3_f64.powi(*i as i32)).count();
+    let number = bytes / 1e3_f64.powi(power as i32);
+    let digits = if power == 0 || number >= 100.0 { 0 } else { 1 };
+    format!("{number:.digits$} {}", UNITS[power])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::digest::Place;
+
+    /// A generator of numbers for one seed.
+    struct Dice(u64);
+
+    impl Dice {
+        /// A number from 0 to 1.
+        fn roll(&mut self) -> f64 {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 11) as f64 / (1_u64 << 53) as f64
+        }
+
+        /// A time around that one, by up to a quarter.
+        fn about(&mut self, ms: f64) -> f64 {
+            ms * (0.75 + 0.5 * self.roll())
+        }
+    }
+
+    /// Times of one rank in milliseconds: until staged, and in each of the later phases.
+    #[derive(Clone, Copy)]
+    struct Rank {
+        late: f64,
+        copy: f64,
+        write: f64,
+        values: f64,
+        bytes: u64,
+        longest: f64,
+    }
+
+    fn healthy(dice: &mut Dice, world: usize) -> Vec<Rank> {
+        let mut rank = || Rank {
+            late: dice.about(2.0),
+            copy: dice.about(80.0),
+            write: dice.about(400.0),
+            values: dice.about(20.0),
+            bytes: (dice.about(1e9)) as u64,
+            longest: dice.about(15.0),
+        };
+        (0..world).map(|_| rank()).collect()
+    }
+
+    /// The save of these ranks, which meet when they have planned and when they commit, on two ranks a machine.
+    fn save(dice: &mut Dice, mut ranks: Vec<Rank>, tail: f64) -> Collected {
+        let met = ranks.iter().map(|rank| rank.late).fold(0.0, f64::max) + dice.about(3.0);
+        let written = |rank: &Rank| rank.late + rank.copy + rank.write;
+        let durable = |rank: &Rank| written(rank).max(met) + rank.values;
+        let committed = ranks.iter().map(durable).fold(0.0, f64::max) + dice.about(30.0) + tail;
+        let digest = |(number, rank): (usize, &mut Rank)| {
+            let us = |ms: f64| (ms * 1e3) as u32;
+            let own = |at: f64| us(at - rank.late);
+            let mut phases_us = [0; Phase::ALL.len()];
+            phases_us[Phase::Planned as usize] = us(0.5);
+            phases_us[Phase::Staged as usize] = us(rank.copy);
+            phases_us[Phase::Written as usize] = own(written(rank));
+            phases_us[Phase::Agreed as usize] = own(written(rank).max(met));
+            phases_us[Phase::Durable as usize] = own(durable(rank));
+            phases_us[Phase::Committed as usize] = own(committed);
+            let mut digest = Digest {
+                place: Place { machine: format!("node-{}", number / 2), local_rank: None },
+                phases_us,
+                ended_us: (committed * 1e3) as u64,
+                slowest: "model/00003-000-aa.safetensors".to_owned(),
+                ..Digest::default()
+            };
+            digest.sums[Class::LargeWrites as usize] = Sum {
+                count: 60,
+                bytes: rank.bytes,
+                busy_us: (rank.write * 1e3) as u64,
+                longest_us: us(rank.longest),
+                ..Sum::default()
+            };
+            Some(digest)
+        };
+        let ranks = ranks.iter_mut().enumerate().map(digest).collect();
+        Collected { verb: Verb::Save, step: 1, began_unix_ms: 0, writer: String::new(), missing: Vec::new(), ranks }
+    }
+
+    fn first(collected: &Collected) -> (String, &'static str, &'static str) {
+        let verdict = verdicts(collected).into_iter().next().expect("a verdict");
+        (verdict.subject, verdict.phase, verdict.cause)
+    }
+
+    #[test]
+    fn healthy_saves_give_no_verdict() {
+        let found = (0..200).flat_map(|seed| {
+            let mut dice = Dice(seed);
+            let ranks = healthy(&mut dice, 8);
+            verdicts(&save(&mut dice, ranks, 0.0))
+        });
+        let found = found.collect::<Vec<_>>();
+        assert!(found.len() <= 2, "{found:?}");
+    }
+
+    #[test]
+    fn one_slow_rank_is_found_in_each_phase_with_the_cause() {
+        type Fault = fn(&mut Rank);
+        let faults: [(&str, &str, Fault); 6] = [
+            ("copy", "held_up", |rank| rank.copy += 1500.0),
+            ("values", "held_up", |rank| rank.values += 300.0),
+            ("agree", "called_late", |rank| rank.late += 1500.0),
+            ("write", "more_data", |rank| (rank.write, rank.bytes) = (rank.write * 2.0 + 300.0, 2_000_000_000)),
+            ("write", "storage", |rank| (rank.write, rank.longest) = (rank.write + 600.0, 600.0)),
+            ("write", "storage", |rank| rank.write = rank.write * 3.0 + 300.0),
+        ];
+        for (phase, cause, fault) in faults {
+            let found = (0..20).filter(|&seed| {
+                let mut dice = Dice(1000 + seed);
+                let mut ranks = healthy(&mut dice, 8);
+                let slow = seed as usize % 8;
+                fault(&mut ranks[slow]);
+                first(&save(&mut dice, ranks, 0.0)) == (format!("rank {slow}"), phase, cause)
+            });
+            assert!(found.count() >= 19, "{phase} {cause}");
+        }
+    }
+
+    #[test]
+    fn a_slow_machine_is_named_as_one() {
+        let mut dice = Dice(7);
+        let mut ranks = healthy(&mut dice, 8);
+        ranks[4..6].iter_mut().for_each(|rank| rank.write *= 4.0);
+        assert_eq!(first(&save(&mut dice, ranks, 0.0)).0, "machine node-2");
+    }
+
+    #[test]
+    fn a_commit_that_takes_most_of_a_save_is_a_serial_tail() {
+        let mut dice = Dice(8);
+        let ranks = healthy(&mut dice, 8);
+        let found = first(&save(&mut dice, ranks, 1500.0));
+        assert_eq!(found, ("rank 0".to_owned(), "commit", "serial_tail"));
+    }
+
+    #[test]
+    fn many_small_objects_and_pauses_concern_all_ranks() {
+        let mut dice = Dice(9);
+        let ranks = healthy(&mut dice, 4);
+        let mut collected = save(&mut dice, ranks, 0.0);
+        for rank in collected.ranks.iter_mut().flatten() {
+            let small = &mut rank.sums[Class::SmallWrites as usize];
+            (small.count, small.bytes, small.busy_us) = (1536, 1536 * 11_000, 400_000);
+        }
+        let found = &verdicts(&collected)[0];
+        assert_eq!((found.subject.as_str(), found.cause), ("all ranks", "small_objects"));
+        assert!(found.text.starts_with("6144 operations of 11.0 KB took 400 ms"), "{}", found.text);
+        for rank in collected.ranks.iter_mut().flatten() {
+            (rank.failures, rank.paused_us) = (7, 450_000);
+        }
+        let found = &verdicts(&collected)[0];
+        assert_eq!(found.cause, "retries");
+        assert!(found.text.contains("28 failures"), "{}", found.text);
+    }
+
+    #[test]
+    fn text_is_in_the_units_that_fit() {
+        assert_eq!(
+            (said_ms(1.26), said_ms(99.6), said_ms(11_240.0)),
+            ("1.3 ms".into(), "100 ms".into(), "11.2 s".into())
+        );
+        assert_eq!(
+            (said_bytes(999.0), said_bytes(11_264.0), said_bytes(2.1e8)),
+            ("999 B".into(), "11.3 KB".into(), "210 MB".into())
+        );
+    }
+
+    #[test]
+    fn no_object_with_a_right_checksum_ends_the_process() {
+        let good =
+            shardfast_format::Columns::decode("here", &crate::object::tests::collected(3).encode().unwrap()).unwrap();
+        let names = ["said", "machine", "phases_us", "count", "bytes", "by_duration", "ended_us", "other"];
+        let texts =
+            ["", "[]", "{}", "[\"a\"]", "{\"7\": \"a\"}", "-1", "18446744073709551616", "\u{0}", "[4294967296]"];
+        for note in good.notes.keys() {
+            for text in texts {
+                let mut wrong = good.clone();
+                wrong.notes.insert(note.clone(), text.to_owned());
+                let _ = Collected::decode("here", &wrong.encode());
+            }
+            let mut wrong = good.clone();
+            wrong.notes.remove(note);
+            assert!(Collected::decode("here", &wrong.encode()).is_err(), "{note}");
+        }
+        for name in names {
+            for (width, rows) in [(1, 0), (1, 3), (5, 3), (12, 3), (40, 3), (12, 4)] {
+                let mut wrong = good.clone();
+                wrong.add(name, width, &vec![u32::MAX; width * rows]).unwrap();
+                let _ = Collected::decode("here", &wrong.encode()).map(|found| verdicts(&found));
+                wrong.add(name, width, &vec![u64::MAX; width * rows]).unwrap();
+                let _ = Collected::decode("here", &wrong.encode()).map(|found| verdicts(&found));
+            }
+        }
+    }
+}

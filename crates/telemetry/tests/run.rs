@@ -1,0 +1,154 @@
+//! Saves and loads of several ranks, as they are recorded beside the checkpoints of a run.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardfast_engine::{Destination, Engine, Kind, Prove, State, Timeout, open, save};
+use shardfast_format::Catalog;
+use shardfast_telemetry::report::RunReport;
+use shardfast_telemetry::{Telemetry, report};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn engines(world: u32, listening: u32) -> Vec<Arc<Engine>> {
+    let engine = |(rank, coord)| {
+        let engine = Engine::new(coord, shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
+        if rank < listening {
+            engine.listen(Arc::new(Telemetry::new(u16::try_from(rank).ok(), None)));
+        }
+        engine
+    };
+    (0..).zip(shardfast_coord::local(world)).map(engine).collect()
+}
+
+fn save_step(engines: &[Arc<Engine>], run: &Path, step: u64) -> Vec<Result<(), Kind>> {
+    let begin = |engine: &Arc<Engine>| {
+        let state =
+            State { catalog: Arc::new(Catalog { leaves: Vec::new() }), providers: Vec::new(), ..State::default() };
+        let url = run.join(format!("step-{step:08}")).to_str().unwrap().to_owned();
+        let (user, prove) = (BTreeMap::new(), Prove::default());
+        save(engine, Destination { url, step: Some(step), user, prove, blocking: true }, state, DEADLINE)
+    };
+    let saves: Vec<_> = engines.iter().map(begin).collect();
+    let outcomes = saves.iter().map(|save| save.committed(None).map_err(|error| error.kind)).collect();
+    saves.iter().for_each(|save| save.over(DEADLINE));
+    outcomes
+}
+
+fn read(run: &Path) -> RunReport {
+    report(run.to_str().unwrap(), None, None, &Timeout::default()).unwrap().0
+}
+
+#[test]
+fn each_save_and_load_of_a_run_is_recorded_with_all_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let engines = engines(3, 3);
+    for step in [1, 2] {
+        assert_eq!(save_step(&engines, dir.path(), step), [Ok(()); 3]);
+    }
+    assert_eq!(save_step(&engines, dir.path(), 2), [Err(Kind::Conflict); 3]);
+    let url = dir.path().join("step-00000002").to_str().unwrap().to_owned();
+    std::thread::scope(|threads| {
+        for engine in &engines {
+            threads.spawn(|| {
+                let checkpoint = open(engine, &url, DEADLINE).unwrap();
+                checkpoint.load(&[], &[], DEADLINE).unwrap();
+                checkpoint.done(DEADLINE).unwrap();
+            });
+        }
+    });
+    // The record of a load is stored by a thread that nobody waits for.
+    let until = std::time::Instant::now() + DEADLINE;
+    while read(dir.path()).loads.is_empty() && std::time::Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let report = read(dir.path());
+    let outcomes: Vec<_> = report.saves.iter().map(|save| (save.step, save.outcome, save.world)).collect();
+    let three = Some(3);
+    assert_eq!(outcomes, [(1, "committed", three), (2, "committed", three), (2, "failed", three)]);
+    assert_eq!(report.loads.iter().map(|load| (load.step, load.outcome)).collect::<Vec<_>>(), [(2, "loaded")]);
+    for (operation, words) in [
+        (&report.saves[0], ["plan", "copy", "write", "values", "commit", "agree"].as_slice()),
+        (&report.loads[0], &["open", "plan", "agree", "read", "finish"]),
+    ] {
+        for word in words {
+            let times = &operation.phases[word];
+            assert!(times.len() == 3 && times.iter().all(Option::is_some), "{word}: {times:?}");
+        }
+        assert!(operation.unheard.is_empty() && operation.ended_ms.unwrap() > 0.0, "{operation:?}");
+    }
+    let failed = &report.saves[2].verdicts[0];
+    assert_eq!((failed.subject.as_str(), failed.cause), ("all ranks", "failed"));
+    assert!(failed.text.contains("committed there already"), "{failed:?}");
+    assert!(report.saves[0].operations["small_writes"].count > 0, "{:?}", report.saves[0].operations);
+    assert!(report.unreadable.is_empty(), "{report:?}");
+}
+
+#[test]
+fn a_rank_that_says_nothing_is_named_and_the_save_stands() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engines = engines(3, 2);
+    let url = dir.path().join("step-00000001").to_str().unwrap().to_owned();
+    let begin = |engine: &Arc<Engine>| {
+        let state =
+            State { catalog: Arc::new(Catalog { leaves: Vec::new() }), providers: Vec::new(), ..State::default() };
+        let (user, prove) = (BTreeMap::new(), Prove::default());
+        save(engine, Destination { url: url.clone(), step: Some(1), user, prove, blocking: true }, state, DEADLINE)
+    };
+    let saves: Vec<_> = engines.iter().map(begin).collect();
+    assert!(saves.iter().all(|save| save.committed(None).is_ok()));
+    saves[2].over(DEADLINE);
+    drop(engines.pop());
+    saves.iter().for_each(|save| save.over(DEADLINE));
+    let save = &read(dir.path()).saves[0];
+    assert_eq!((save.outcome, &save.unheard), ("committed", &vec![1, 2]));
+    let missing = save.verdicts.iter().find(|verdict| verdict.cause == "missing").unwrap();
+    assert_eq!(missing.subject, "rank 2");
+}
+
+#[test]
+fn a_run_without_records_or_with_damaged_ones_is_reported_all_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().to_str().unwrap();
+    let error = report(place, None, None, &Timeout::default()).unwrap_err();
+    assert_eq!(error.kind, Kind::NotFound, "{error}");
+    assert_eq!(save_step(&engines(2, 0), dir.path(), 1), [Ok(()); 2]);
+    std::fs::create_dir_all(dir.path().join("step-00000002/model")).unwrap();
+    let unrecorded = read(dir.path());
+    let outcomes: Vec<_> = unrecorded.saves.iter().map(|save| (save.step, save.outcome, save.world)).collect();
+    assert_eq!(outcomes, [(1, "committed", None), (2, "cut off", None)]);
+
+    assert_eq!(save_step(&engines(2, 2), dir.path(), 3), [Ok(()); 2]);
+    let records = dir.path().join(".telemetry");
+    let good = std::fs::read_dir(&records).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = std::fs::read(&good).unwrap();
+    let at = bytes.len() / 2;
+    bytes[at] ^= 1;
+    std::fs::write(records.join("0000000000001-save-00000003.safetensors"), &bytes).unwrap();
+    std::fs::write(records.join("notes.txt"), "mine").unwrap();
+    let report = report(place, Some(3), None, &Timeout::default()).unwrap().0;
+    assert_eq!(report.saves.iter().map(|save| (save.step, save.outcome)).collect::<Vec<_>>(), [(3, "committed")]);
+    assert!(report.unreadable.len() == 1 && report.unreadable[0].contains("0000000000001-save"), "{report:?}");
+}
+
+#[test]
+fn a_page_is_written_once_and_names_cannot_end_its_script() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("a<script>&b");
+    std::fs::create_dir(&run).unwrap();
+    assert_eq!(save_step(&engines(2, 2), &run, 1), [Ok(()); 2]);
+    let (place, out) = (run.to_str().unwrap(), dir.path().join("page.html"));
+    let (_, bytes) = report(place, None, Some(&out), &Timeout::default()).unwrap();
+    let page = std::fs::read_to_string(&out).unwrap();
+    assert_eq!(bytes, Some(page.len()));
+    assert!(page.contains("a\\u003cscript>&b") && !page.contains("a<script>&b"));
+    assert_eq!(page.matches("</script>").count(), 2);
+    assert!(!page.contains("http://") && !page.contains("https://"), "the page asks the network for something");
+    let error = report(place, None, Some(&out), &Timeout::default()).unwrap_err();
+    assert!(error.kind == Kind::Conflict && error.message.contains("is there already"), "{error}");
+    let nowhere = dir.path().join("no/page.html");
+    assert_eq!(report(place, None, Some(&nowhere), &Timeout::default()).unwrap_err().kind, Kind::Invalid);
+    assert_eq!(std::fs::read_to_string(&out).unwrap(), page);
+}

@@ -1,0 +1,223 @@
+"""What saves and loads did on every rank: records beside the checkpoints, the command, and the file of events."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import shardfast as sf
+import torch
+
+COMMAND = Path(sys.executable).with_name("shardfast")
+
+
+def state_of(rank, rows=400):
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(500, rows)
+    return {"model": model, "extra": {"rank": sf.PerRank(rank), "step": 1}}
+
+
+def reported(run, *options):
+    text = subprocess.run([COMMAND, "report", run, "--json", *options], check=True, capture_output=True, text=True)
+    return json.loads(text.stdout)
+
+
+def trains(rank, world, run, stopped=None):
+    """Saves three steps and restores; ``stopped`` is a rank that is stopped for a while in the second save."""
+    torch.manual_seed(7)
+    state = state_of(7)
+    state["extra"]["rank"] = sf.PerRank(rank)
+    with sf.Checkpointer(run, every=sf.steps(1)) as ckpt:
+        for step in (1, 2, 3):
+            if step == 2 and rank == stopped:
+                stop_self_for(0.8)
+            ckpt.step(step, state)
+            ckpt.wait()
+    with sf.Checkpointer(run) as ckpt:
+        assert ckpt.restore(state) == 3
+    until = time.monotonic() + 60
+    while not list(Path(run, ".telemetry").glob("*-load-*.safetensors")) and time.monotonic() < until:
+        time.sleep(0.01)  # it is stored by a thread that nobody waits for
+
+
+def stop_self_for(seconds):
+    """Stops this process for a while, as a machine that swaps or a debugger does."""
+    me = os.getpid()
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import os,time; time.sleep({seconds}); os.kill({me}, {int(signal.SIGCONT)})"]
+    )
+    os.kill(me, signal.SIGSTOP)
+    child.wait()
+
+
+def test_every_save_and_load_of_a_run_is_reported_with_all_ranks(ranks, tmp_path):
+    run = str(tmp_path / "run")
+    ranks(2)(trains, run)
+    report = reported(run)
+    assert [(save["step"], save["outcome"], save["world"]) for save in report["saves"]] == [
+        (step, "committed", 2) for step in (1, 2, 3)
+    ]
+    assert [(load["step"], load["outcome"]) for load in report["loads"]] == [(3, "loaded")]
+    for operation in (*report["saves"], *report["loads"]):
+        assert operation["unheard"] == []
+        for phase, times in operation["phases"].items():
+            assert len(times) == 2 and all(ms is not None and ms >= 0 for ms in times), phase
+    assert {"plan", "copy", "write", "agree", "values", "commit"} <= set(report["saves"][0]["phases"])
+    assert report["saves"][0]["files"] == len(list(Path(run, "step-00000001").rglob("*/*-*.safetensors")))
+    bytes_of = sum(path.stat().st_size for path in Path(run, "step-00000001").rglob("*") if path.is_file())
+    assert bytes_of <= report["saves"][0]["bytes"] < 1.1 * bytes_of  # direct I/O writes whole blocks
+    text = subprocess.run([COMMAND, "report", run], check=True, capture_output=True, text=True).stdout
+    assert text.startswith(f"run {run}: 3 saves, 1 load; the median save is durable after ")
+
+
+def test_a_rank_that_comes_late_is_named(ranks, tmp_path):
+    run = str(tmp_path / "run")
+    ranks(3)(trains, run, 1)
+    verdicts = reported(run, "--step", "2")["saves"][0]["verdicts"]
+    assert [(found["subject"], found["cause"]) for found in verdicts[:1]] == [("rank 1", "called_late")], verdicts
+    assert 400 < verdicts[0]["lost_ms"] < 5000
+
+
+def test_a_checkpoint_of_no_run_leaves_no_record(tmp_path):
+    sf.save(tmp_path / "one", state_of(0))
+    sf.load(tmp_path / "one", state_of(1))
+    time.sleep(0.3)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    found = subprocess.run([COMMAND, "report", tmp_path], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (3, "")
+    assert "expected a run" in found.stderr
+
+
+EVENTS = """
+import sys, torch, shardfast as sf
+with sf.Checkpointer(sys.argv[1], every=sf.steps(1)) as ckpt:
+    ckpt.step(1, {"model": torch.nn.Linear(500, 400)})
+"""
+
+
+def events(place, path):
+    environment = {**os.environ, "SHARDFAST_EVENTS": str(path)}
+    subprocess.run([sys.executable, "-c", EVENTS, place], check=True, env=environment, timeout=120)
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def test_the_file_of_events_has_each_operation_and_phase(tmp_path):
+    found = events(tmp_path / "run", tmp_path / "events.jsonl")
+    assert {(line["operation"], line["rank"]) for line in found} == {("save", 0)}
+    phases = [
+        line["event"]
+        for line in found
+        if line["event"] in ("planned", "captured", "staged", "written", "durable", "committed")
+    ]
+    assert sorted(phases) == sorted(["planned", "captured", "staged", "written", "durable", "committed"])
+    files = {
+        path.name: path.stat().st_size
+        for path in (tmp_path / "run" / "step-00000001").rglob("*/*.safetensors")
+        if "-" in path.name
+    }
+    written = dict.fromkeys(files, 0)
+    for line in found:
+        if line["event"] == "write":
+            name = next(name for name in files if line["object"].endswith(name[-40:]))
+            written[name] += line.get("bytes", 0)
+    assert all(written[name] >= size > 0 for name, size in files.items()), (written, files)
+    assert found[-1]["event"] == "outcome" and found[-1]["at_ms"] > 0
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "/nowhere/events", "."])
+def test_events_that_cannot_be_written_fail_no_save(tmp_path, place):
+    assert events(tmp_path / "run", Path(place)) == []
+    assert (tmp_path / "run" / "step-00000001" / "COMMIT").exists()
+
+
+def test_records_that_cannot_be_written_fail_no_save(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".telemetry").write_text("mine")
+    with sf.Checkpointer(run, every=sf.steps(1)) as ckpt:
+        ckpt.step(1, state_of(0))
+    assert (run / ".telemetry").read_text() == "mine"
+    assert sf.Checkpointer(run).restore(state_of(1)) == 1
+    report = reported(run)
+    assert [(save["step"], save["outcome"], save["world"]) for save in report["saves"]] == [(1, "committed", None)]
+
+
+def test_a_run_of_killed_saves_is_reported(tmp_path):
+    run = tmp_path / "run"
+    with sf.Checkpointer(run, every=sf.steps(1)) as ckpt:
+        ckpt.step(1, state_of(0))
+    (run / "step-00000002" / "model").mkdir(parents=True)
+    found = [(save["step"], save["outcome"]) for save in reported(run)["saves"]]
+    assert found == [(1, "committed"), (2, "cut off")]
+
+
+def test_an_ending_process_leaves_the_record_of_its_last_save(tmp_path):
+    code = """
+import sys, torch, shardfast as sf
+sf.save_async(sys.argv[1] + "/step-00000001", {"model": torch.nn.Linear(500, 400)}, step=1)
+"""
+    for _ in range(3):
+        run = tmp_path / f"run-{time.monotonic_ns()}"
+        subprocess.run([sys.executable, "-c", code, run], check=True, timeout=120)
+        assert reported(run)["saves"][0]["world"] == 1
+
+
+def test_threads_that_save_at_once_are_recorded_each(tmp_path):
+    def saves(number):
+        with contextlib.suppress(sf.Invalid), sf.Checkpointer(tmp_path / f"{number}", every=sf.steps(1)) as ckpt:
+            ckpt.step(1, state_of(number))
+
+    threads = [threading.Thread(target=saves, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(3):
+        if (tmp_path / f"{number}" / "step-00000001" / "COMMIT").exists():
+            assert reported(tmp_path / f"{number}")["saves"][0]["world"] == 1
+
+
+FAILING = """
+import json, resource, sys, torch, shardfast as sf
+model = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model(torch.ones(1, 300)).sum().backward()
+optimizer.step()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+pending = sf.save_async(sys.argv[1], {"m": model, "o": optimizer})
+try:
+    pending.committed()
+except sf.Exhausted:
+    print(json.dumps(pending.report))
+"""
+
+
+def test_the_report_of_a_failed_save_says_only_what_was_written(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", FAILING, tmp_path / "one"], check=True, capture_output=True, text=True, timeout=120
+    )
+    report = json.loads(run.stdout)
+    assert (report["bytes_written"], report["files_written"]) == (0, 0)
+    assert not {"written", "durable", "committed"} & set(report["phases_ms"])
+    assert report["failures"]
+
+
+def differing(rank, world, url):
+    """The report of a save that fails since replicas differ, after all of it was written."""
+    pending = sf.save_async(url, {"x": {"w": torch.full((1_000_000,), float(rank))}})
+    with pytest.raises(sf.Invalid, match="replicas"):
+        pending.committed()
+    return pending.report
+
+
+def test_the_report_of_a_save_whose_replicas_differ_has_the_files_that_were_written(ranks, tmp_path):
+    for report in ranks(2)(differing, str(tmp_path / "one")):
+        assert "written" in report["phases_ms"] and "committed" not in report["phases_ms"]
+        assert report["files_written"] == 1 and report["bytes_written"] > 1_900_000

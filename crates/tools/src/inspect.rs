@@ -359,7 +359,7 @@ fn show_values(checkpoint: &Checkpoint, chosen: &[usize], leaves: &mut [LeafSumm
         for ((_, line), encoded) in wanted[batch].iter_mut().zip(load_each(checkpoint, &refs)) {
             match encoded.and_then(|encoded| Ok(decode(&encoded)?)) {
                 Ok(value) => line.text = Some(repr::short(&value, VALUE_CHARS_MAX)),
-                Err(error) if checkpoint.files.timeout.is_over() => return Err(error),
+                Err(error) if checkpoint.files.timeout.is_over() || !tells_of_bytes(&error) => return Err(error),
                 Err(error) => line.error = Some(error.message),
             }
         }
@@ -373,6 +373,17 @@ pub(crate) fn load_each(checkpoint: &Checkpoint, values: &[ValueRef]) -> Vec<Res
         Ok(encoded) => encoded.into_iter().map(Ok).collect(),
         Err(error) if values.len() == 1 => vec![Err(error)],
         Err(_) => values.iter().flat_map(|value| load_each(checkpoint, &[*value])).collect(),
+    }
+}
+
+/// Returns whether a failed read says something of the bytes: that they are damaged, missing, of a form that this
+/// version does not read, or that a disk which answers cannot give them. Other errors are those of the reader.
+pub(crate) fn tells_of_bytes(error: &Error) -> bool {
+    match error.kind {
+        Kind::Corrupt | Kind::NotFound | Kind::Unsupported => true,
+        // A service that is away for a while says nothing of the bytes.
+        Kind::Unavailable => error.wait.is_none(),
+        _ => false,
     }
 }
 

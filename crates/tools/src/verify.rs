@@ -30,7 +30,7 @@ use shardfast_transfer::timeout::Timeout;
 
 pub use findings::{Block, Finding, Hit, Problem};
 
-use crate::inspect::load_each;
+use crate::inspect::{load_each, tells_of_bytes};
 use findings::Findings;
 use spans::Spans;
 
@@ -77,8 +77,8 @@ impl VerifyReport {
 /// Verifies the checkpoint at `url`, on this rank alone. `progress` gets the bytes of data read so far and in all.
 ///
 /// # Errors
-/// `NotFound` when no checkpoint is committed there; `Unsupported` when a newer version wrote it; the store's error
-/// when the commit or the manifest cannot be read. Damage is no error.
+/// `NotFound` when no checkpoint is committed there; `Unsupported` when a newer version wrote it; any error that says
+/// nothing of the bytes. Damage is no error.
 pub fn verify(engine: &Arc<Engine>, url: &str, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<VerifyReport> {
     verify_in(engine, engine.store(url, engine.timeout())?, url, progress)
 }
@@ -132,7 +132,7 @@ fn run(
 
     let findings = Findings::new(&manifest);
     check_coverage(&manifest, &findings);
-    check_indexes(&*store, &manifest, &findings);
+    check_indexes(&*store, &manifest, &findings, engine.timeout())?;
     let total = data_bytes(&manifest);
     let run = Run {
         spans: Spans::new(&manifest),
@@ -205,26 +205,32 @@ fn check_coverage(manifest: &Manifest, findings: &Findings<'_>) {
 }
 
 /// Checks that each key has the index that follows from the manifest, or none.
-fn check_indexes(store: &dyn Store, manifest: &Manifest, findings: &Findings<'_>) {
+fn check_indexes(store: &dyn Store, manifest: &Manifest, findings: &Findings<'_>, timeout: &Timeout) -> Result<()> {
     let mut keys: Vec<&str> = (0..manifest.len()).map(|i| manifest.leaf(i).key).collect();
     keys.dedup();
     for key in keys {
         let path = format!("{key}/{HUGGING_FACE_INDEX}");
         let expected = hugging_face_index(manifest, key);
         let bytes_max = expected.as_ref().map_or(u64::MAX, |index| index.len() as u64);
-        let message = match (expected, store.open(&path).map(|object| object.bytes())) {
-            (None, Err(error)) if error.kind == shardfast_store::Kind::NotFound => continue,
+        let found = retry(timeout, || Ok(store.open(&path)?)).map(|object| object.bytes());
+        let message = match (expected, found) {
+            (None, Err(error)) if error.kind == Kind::NotFound => continue,
             (None, Ok(_)) => "expected none, since the key is not one of whole tensors only".to_owned(),
-            (Some(expected), Ok(bytes)) if bytes == bytes_max => match store.read(&path, bytes_max) {
-                Ok(found) if found == expected => continue,
-                Ok(_) => "it is not the index of the manifest's tensors".to_owned(),
-                Err(error) => error.to_string(),
-            },
+            (Some(expected), Ok(bytes)) if bytes == bytes_max => {
+                match retry(timeout, || Ok(store.read(&path, bytes_max)?)) {
+                    Ok(found) if found == expected => continue,
+                    Ok(_) => "it is not the index of the manifest's tensors".to_owned(),
+                    Err(error) if !tells_of_bytes(&error) => return Err(error),
+                    Err(error) => error.message,
+                }
+            }
             (Some(expected), Ok(bytes)) => format!("expected {} bytes, found {bytes}", expected.len()),
-            (_, Err(error)) => error.to_string(),
+            (_, Err(error)) if !tells_of_bytes(&error) => return Err(error),
+            (_, Err(error)) => error.message,
         };
         findings.of_file(Problem::Index, &path, message);
     }
+    Ok(())
 }
 
 struct Run<'a> {
@@ -327,8 +333,14 @@ impl Run<'_> {
 
     /// Compares the checksum of the whole file that the storage keeps with that of header and blocks.
     fn check_kept(&self, store: &dyn Store, files: &Files, file: u32) {
-        // Another thread may check the header at the same time; then it reports what is wrong.
-        let Ok(open) = files.open(file) else { return };
+        let open = match files.open(file) {
+            Ok(open) => open,
+            // The header's check, which may be another thread's, reports damage.
+            Err(error) => {
+                self.ends(&error);
+                return;
+            }
+        };
         let entry = &self.manifest.files()[file as usize];
         let kept = match retry(self.timeout, || Ok(store.kept_crc64(&entry.path)?)) {
             Ok(Some(kept)) => kept,
@@ -355,7 +367,13 @@ impl Run<'_> {
         if self.unverified().contains(&file) {
             return;
         }
-        let Ok(open) = checkpoint.files.open(file) else { return };
+        let open = match checkpoint.files.open(file) {
+            Ok(open) => open,
+            Err(error) => {
+                self.ends(&error);
+                return;
+            }
+        };
         let block_bytes = open.header.block_bytes;
         let path = &self.manifest.files()[file as usize].path;
         let parts = |bytes: u64| {
@@ -390,14 +408,14 @@ impl Run<'_> {
         }
     }
 
-    /// Returns whether the time without an answer of the storage is over. Then the error is that of the verification:
-    /// the state of the bytes is unknown.
+    /// Returns whether the error says nothing of the bytes, or the time without an answer of the storage is over. Then
+    /// the error is that of the verification: the state of the bytes is unknown.
     fn ends(&self, error: &Error) -> bool {
-        let is_over = self.timeout.is_over();
-        if is_over {
+        let ends = self.timeout.is_over() || !tells_of_bytes(error);
+        if ends {
             self.failure.set(error.clone());
         }
-        is_over
+        ends
     }
 
     fn unverified(&self) -> MutexGuard<'_, HashSet<u32>> {

@@ -207,7 +207,7 @@ fn a_failure_at_the_end_leaves_nothing_behind() {
     let held = (0..6).map(|i| Tensor::random(i, DType::F32, &[1000]).whole("model", &format!("w{i}"))).collect();
     let url = save_ranks("memory://export-failure", None, vec![held]);
     let store = shardfast_store::open(dir.path().to_str().unwrap()).unwrap();
-    let store = Faulty { store, bad_sector: None, sync_fails: true };
+    let store = Faulty { sync_fails: true, ..Faulty::over(store) };
     assert_eq!(export_to(&opened(&url), &store, "model", 4000).unwrap_err().kind, Kind::Exhausted);
     assert_eq!(dir.path().read_dir().unwrap().count(), 0);
 }

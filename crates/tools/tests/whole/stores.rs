@@ -11,13 +11,25 @@ pub(crate) struct Faulty {
     pub(crate) store: Arc<dyn Store>,
     /// An object and bytes of it that cannot be read.
     pub(crate) bad_sector: Option<(String, Range<u64>)>,
+    /// An object that cannot be opened.
+    pub(crate) closed: Option<String>,
+    /// Kind of the error of both.
+    pub(crate) kind: Kind,
     /// `true` if `sync` fails because the disk is full.
     pub(crate) sync_fails: bool,
+}
+
+impl Faulty {
+    /// Returns the store without a fault. The errors of those that are set are of kind `Unavailable`.
+    pub(crate) fn over(store: Arc<dyn Store>) -> Faulty {
+        Faulty { store, bad_sector: None, closed: None, kind: Kind::Unavailable, sync_fails: false }
+    }
 }
 
 struct BadReader {
     object: Box<dyn ObjectReader>,
     bytes: Option<Range<u64>>,
+    kind: Kind,
 }
 
 impl ObjectReader for BadReader {
@@ -35,12 +47,9 @@ impl ObjectReader for BadReader {
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         match &self.bytes {
-            Some(bad) if offset < bad.end && bad.start < offset + buf.len() as u64 => Err(shardfast_store::Error::new(
-                shardfast_store::Kind::Unavailable,
-                "read",
-                "disk",
-                "input/output error",
-            )),
+            Some(bad) if offset < bad.end && bad.start < offset + buf.len() as u64 => {
+                Err(Error::new(self.kind, "read", "disk", "input/output error"))
+            }
             _ => self.object.read_at(offset, buf),
         }
     }
@@ -56,9 +65,12 @@ impl Around for Faulty {
     }
 
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
+        if self.closed.as_deref() == Some(name) {
+            return Err(Error::new(self.kind, "open", name, "refused"));
+        }
         let is_bad = |(path, _): &&(String, Range<u64>)| path == name;
         let bytes = self.bad_sector.as_ref().filter(is_bad).map(|(_, bytes)| bytes.clone());
-        let object = BadReader { object: self.store.open(name)?, bytes };
+        let object = BadReader { object: self.store.open(name)?, bytes, kind: self.kind };
         let mut head = vec![0; object.bytes().min(head_bytes) as usize];
         object.read_at(0, &mut head)?;
         Ok((Box::new(object), head))

@@ -505,11 +505,8 @@ fn bytes_that_the_store_cannot_give_are_narrowed_down_and_the_rest_is_read() {
     let file = opened(&url).manifest().files()[0].clone();
     // In the first block of the tensor in the middle: the one before ends where it begins.
     let at = file.data_start + 3 * BLOCK_BYTES + 10;
-    let store: Arc<dyn Store> = Arc::new(Faulty {
-        store: shardfast_store::open(&url).unwrap(),
-        bad_sector: Some((file.path, at..at + 1)),
-        sync_fails: false,
-    });
+    let bad_sector = Some((file.path, at..at + 1));
+    let store: Arc<dyn Store> = Arc::new(Faulty { bad_sector, ..Faulty::over(shardfast_store::open(&url).unwrap()) });
     let report = verify_in(&Engine::solo(), store, &url, &|_, _| ()).unwrap();
     let finding = only(&report);
     assert_eq!((finding.problem, names(finding)), (Problem::Unreadable, BTreeSet::from(["model/w1".to_owned()])));
@@ -517,4 +514,28 @@ fn bytes_that_the_store_cannot_give_are_narrowed_down_and_the_rest_is_read() {
     assert_eq!((block.start, block.end), (at - 10, at - 10 + BLOCK_BYTES));
     assert_eq!(finding.leaves[0].regions, [Region::new(&[0], &[BLOCK_BYTES])]);
     assert_eq!(report.blocks, 8);
+}
+
+/// An error that says nothing of the bytes is that of the verification, whatever it hits: the checkpoint may be sound.
+#[test]
+fn what_the_reader_lacks_is_no_damage() {
+    let whole = Tensor::random(1, DType::F32, &[4, 4]).whole("model", "w");
+    let url = save_ranks("memory://verify-lacks", None, vec![vec![whole, object("extra", "v", &text("a value"))]]);
+    let manifest = opened(&url).manifest().clone();
+    let store = || Faulty::over(shardfast_store::open(&url).unwrap());
+    let index = "model/model.safetensors.index.json".to_owned();
+    let of_data = || manifest.files().iter().map(|file| file.path.clone());
+    let objects: Vec<String> =
+        ["COMMIT".to_owned(), manifest_name(&manifest.info.attempt), index].into_iter().chain(of_data()).collect();
+    let kinds = [shardfast_store::Kind::Exhausted, shardfast_store::Kind::Invalid, shardfast_store::Kind::Internal];
+    for (kind, expected) in kinds.into_iter().zip([Kind::Exhausted, Kind::Invalid, Kind::Internal]) {
+        let refused = |store: Faulty| verify_in(&Engine::solo(), Arc::new(store), &url, &|_, _| ()).unwrap_err().kind;
+        for name in &objects {
+            assert_eq!(refused(Faulty { closed: Some(name.clone()), kind, ..store() }), expected, "{name}");
+        }
+        for file in manifest.files() {
+            let bad_sector = Some((file.path.clone(), file.data_start..file.bytes));
+            assert_eq!(refused(Faulty { bad_sector, kind, ..store() }), expected, "{}", file.path);
+        }
+    }
 }

@@ -98,8 +98,8 @@ CRATE_LINES_MAX = {
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
 PYTHON_LINES_MAX = {
-    "": 2700,
-    "state": 5200,  # 5,150 and units whose ids clash behind split(), pieces that were saved as none
+    "": 2750,  # 2,700 and what ranks are told of arguments and interrupts of one of them
+    "state": 5300,  # 5,150 and units whose ids clash behind split(), options of ranks
     "capture": 750,
     "adapters": 6600,
     "data": 1220,  # 920 and refusals of positions that mean other samples: another sampler, order, pipeline or setting

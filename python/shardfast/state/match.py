@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import Corrupt, Invalid
 from .catalog import Adapter, Box, Destination, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor
-from .entries import BundleEntry, Put, ShardedEntry, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
+from .entries import PIECE, BundleEntry, Put, ShardedEntry, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .install import Installation, Received, Value, filling, give
 from .load_plan import LoadPlan, Options, Rename, by_ranks, copy_of_rank, moved
 from .masters import EXACT, Masters
@@ -280,7 +280,12 @@ class Match:
 
     def _explain_tree(self, key: str, name: str) -> None:
         """Notes a problem if tensors are saved below a name under which the state has something else."""
-        below = sum(1 for other_key, other in self._ours if other_key == key and other.startswith(f"{name}."))
+        below = sum(
+            1
+            for (other_key, other), leaf in self._ours.items()
+            if other_key == key and other.startswith(f"{name}.") and not other.startswith(f"{name}{PIECE}")
+            if not isinstance(leaf, SavedObject)
+        )
         if below and self._options.selects(f"{key}/{name}"):
             self.plan.problems.append(
                 f"{key}/{name} is a dict of {below} tensors in the checkpoint: put a dict of such tensors there to fill"
@@ -521,6 +526,7 @@ class Match:
     def _take(self, pieces: Pieces) -> None:
         """Takes values in pieces that were made already, and what prevents others."""
         self.plan.problems += pieces.problems
+        self._touched.update(pieces.otherwise)
         for made in pieces.made:
             self._touched.update(made.leaves)
             self.plan.values.append(f"{made.entry.key}/{made.entry.name}")

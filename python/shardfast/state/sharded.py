@@ -50,6 +50,7 @@ class Pieces:
         options: The options of the load; a value in pieces that ``only`` names means all of its pieces.
         made: Those that were saved in other pieces.
         problems: What prevents the load, the same on every rank.
+        otherwise: The numbers of the leaves of values that are pieces in the checkpoint and none here, or the reverse.
         traffic: What each read moved that was made for them.
     """
 
@@ -57,6 +58,7 @@ class Pieces:
     options: Options
     made: list[Made] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    otherwise: list[int] = field(default_factory=list)
     traffic: list[Mapping[str, int]] = field(default_factory=list)
 
 
@@ -194,8 +196,11 @@ def load(
     """
     known = pieces_of(saved)
     otherwise = _declared_otherwise(walked.entries, saved, known, options)
+    problems = [problem for problem, _ in otherwise.values()]
+    leaves = [number for _, numbers in otherwise.values() for number in numbers]
+    walked = Walked([one for one in walked.entries if id(one) not in otherwise], walked.adapters)
     if not known:
-        return Pieces(walked, options, problems=otherwise)
+        return Pieces(walked, options, problems=problems, otherwise=leaves)
     names = {"/".join(name) for name in known}
     options = replace(options, only=tuple(f"{one}{PIECE}*" if one in names else one for one in options.only))
     entries = [one for one in walked.entries if isinstance(one, ShardedEntry)]
@@ -216,7 +221,8 @@ def load(
         found.made = [Made(one.entry, _leaves(one)) for one in dealt]
     else:
         found.made = _deal(checkpoint, dealt, walked.adapters, saved, found, timeout_s, options, alone)
-    found.problems += otherwise  # a rank's own, which decide nothing before
+    found.otherwise = leaves
+    found.problems += problems  # a rank's own, which decide nothing before
     found.walked = Walked(kept, walked.adapters)
     return found
 
@@ -226,22 +232,31 @@ def _declared_otherwise(
     saved: Sequence[SavedLeaf],
     known: Mapping[tuple[str, str], Mapping[int, SavedObject]],
     options: Options,
-) -> list[str]:
-    """Lists values that are pieces in the checkpoint and none here, or the reverse."""
+) -> dict[int, tuple[str, list[int]]]:
+    """Finds values that are pieces in the checkpoint and none here, or the reverse.
+
+    Returns:
+        By the ``id`` of an entry, the problem and the numbers of the saved leaves, which are nobody else's.
+    """
     there = {(leaf.key, leaf.name) for leaf in saved}
-    problems = []
+    found = {}
     for entry in entries if options.strict else ():
         name = entry.key, entry.name or ""
         if not options.selects("/".join(name)):
             continue
         if not isinstance(entry, ShardedEntry) and name in known:
-            how = f"in {len(known[name])} pieces: load it as shardfast.Sharded(value, index, count)"
+            count = len(known[name])
+            how = f"in {count} piece{'s' if count > 1 else ''}: load it as shardfast.Sharded(value, index, count)"
         elif isinstance(entry, ShardedEntry) and name in there:
             how = "without shardfast.Sharded: load it without, and save it in Sharded from then on"
         else:
             continue
-        problems.append(f"pieces: {'/'.join(name)} was saved {how}")
-    return problems
+        below = (name[1], f"{name[1]}.")  # itself, its pieces, the tensors inside of them
+        numbers = [
+            one.index for one in saved if one.key == name[0] and (one.name == below[0] or one.name.startswith(below[1]))
+        ]
+        found[id(entry)] = f"pieces: {'/'.join(name)} was saved {how}", numbers
+    return found
 
 
 def as_value(entry: ShardedEntry) -> ValueEntry:

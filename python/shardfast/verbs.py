@@ -201,7 +201,11 @@ def begin(
     try:
         in_flight.add(pending)
     finally:
-        _until_captured(begun)
+        try:
+            _until_captured(begun)
+        except Error:  # of this save: the caller gets it here
+            pending.raised()
+            raise
     return pending
 
 

@@ -152,6 +152,21 @@ def test_a_failure_that_nobody_heard_of_is_said_at_the_end(run, tmp_path):
     assert f"the save of {tmp_path}/second failed: " in err
 
 
+@pytest.mark.parametrize("call", ["save", "save_async"])
+def test_a_failure_that_the_call_raised_is_not_logged_as_well(run, tmp_path, call):
+    body = f"""
+import resource, shardfast
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    sf.{call}(run + "/second", {{"x": {{"w": torch.zeros(3_000_000)}}}})
+except shardfast.Exhausted:
+    print("raised")
+"""
+    code, out, err = run(body)
+    assert (code, out) == (0, "raised\n"), err
+    assert "failed" not in err
+
+
 ENDS_OF_A_RUN = {
     "dies before a call raises it": ("raise RuntimeError('loss is nan')", "the save of {run}/step-00000007 failed: "),
     "forgets the checkpointer": ("del ckpt", "the save of {run}/step-00000007 failed: "),

@@ -367,6 +367,8 @@ class Checkpointer:
     def save(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
         """Saves now, as :meth:`step` does when a save is due."""
         self._expect_open(step)
+        session = current(self._timeout_s, self._process_group)
+        prepared(session, lambda: expect_step(step), self._timeout_s)
         self._begin_at(step)
         self._save(step, state, metrics)
 

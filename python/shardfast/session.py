@@ -42,6 +42,9 @@ TIMEOUT_S = 600.0
 TIMEOUT_S_MAX = 1e9
 """The longest timeout: 31 years."""
 
+TELLING_S = 5.0
+"""How long a rank that fails in a call before the others have come waits to tell them."""
+
 PATIENCE_S = 10.0
 """How long a call waits for the other ranks to make it before a warning names those that have not."""
 
@@ -117,8 +120,12 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
             job or of certificates cannot be used; if ``process_group`` is none that this rank is in; if this is a
             process of several that are in no process group and do not know rank 0's address.
     """
-    expect_timeout(timeout_s)
-    found = _job(process_group)
+    try:
+        expect_timeout(timeout_s)
+        found = _job(process_group)
+    except Invalid as error:
+        _tell(error, process_group)
+        raise
     if found is None:
         return alone()
     job, meet = found
@@ -137,6 +144,30 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
     if problem is not None:
         session.refuse(Invalid.__name__, str(problem), timeout_s)
     return session
+
+
+def _tell(error: Invalid, process_group: Any) -> None:
+    """Fails the other ranks, so that none waits for this one, whose arguments are wrong.
+
+    This rank knows which session they call if the process group is not what is wrong, or if it has one session only.
+    """
+    session = met(process_group)
+    if session is None and not _is_group(process_group):
+        known = [session for session, _ in _sessions.values()]
+        session = known[0] if len(known) == 1 else None
+    if session is not None and session.world > 1:
+        with contextlib.suppress(Error):
+            session.refuse(Invalid.__name__, str(error), TELLING_S)
+
+
+def _is_group(process_group: Any) -> bool:
+    """Whether it is a process group, or stands for one that this rank is not in."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return False
+    non_member = getattr(distributed.distributed_c10d.GroupMember, "NON_GROUP_MEMBER", None)
+    is_other = type(process_group) is type(non_member) and process_group == non_member
+    return is_other or isinstance(process_group, distributed.ProcessGroup)
 
 
 def met(process_group: Any = None) -> Session | None:
@@ -232,8 +263,7 @@ def _members(distributed: Any, group: Any) -> _Members:
             "process_group: torch.distributed is not initialised: call torch.distributed.init_process_group() first"
         )
     if not isinstance(group, distributed.ProcessGroup):
-        non_member = getattr(distributed.distributed_c10d.GroupMember, "NON_GROUP_MEMBER", None)
-        if type(group) is type(non_member) and group == non_member:
+        if _is_group(group):
             raise Invalid(
                 f"process_group: rank {distributed.get_rank()} is not in it: only ranks that are make this call"
             )

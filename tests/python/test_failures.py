@@ -550,3 +550,61 @@ def test_arguments_that_are_wrong_on_one_rank_are_told_to_all(ranks, tmp_path):
     for kind, message in one[:-1]:
         assert kind == "Invalid"
         assert message.startswith("rank 1: "), message
+
+
+def check_options(rank, world, directory):
+    """One rank asks for something else than the other."""
+    sf.save(f"{directory}/zero", {"x": {"v": 1}, "y": {"v": 2}}, timeout_s=TIMEOUT_S)
+    seen = []
+    for number in range(2):  # whichever rank it is
+        other = rank == number
+        for options in (
+            {"strict": not other},
+            {"cast": other},
+            {"per_rank": "rank0" if other else "error"},
+            {"only": "x" if other else ("x", "y")},
+        ):
+            state = {"x": {"v": 0}}
+            seen.append(failure(lambda s=state, o=options: sf.load(f"{directory}/zero", s, **o, timeout_s=TIMEOUT_S)))
+        plan = sf.plan_load(f"{directory}/zero", {"x": {"v": 0}}, strict=not other, timeout_s=TIMEOUT_S)
+        seen.append(("plan", plan.problems))
+    sf.load(f"{directory}/zero", {"x": {"v": 0}}, strict=False, only=["x", "y"], timeout_s=TIMEOUT_S)
+    return seen
+
+
+def test_ranks_that_ask_for_other_things_get_one_error(ranks, tmp_path):
+    one, other = ranks(2)(check_options, str(tmp_path))
+    assert one == other
+    for (kind, message), text in zip(
+        one[:4], ("strict=False", "cast=True", "per_rank='rank0'", "only=['x']"), strict=True
+    ):
+        assert kind == "Invalid"
+        assert f"arguments: {text} (rank 0)" in message
+    assert one[4] == ("plan", ["arguments: strict=False (rank 0)"])
+    assert one[9] == ("plan", ["arguments: strict=False (rank 1)"])
+
+
+def check_calls(rank, world, directory):
+    """Arguments that are wrong before this rank takes part in anything."""
+    sf.save(f"{directory}/zero", own_key(rank, 10), timeout_s=TIMEOUT_S)
+    wrong = rank == 1
+    checkpointer = sf.Checkpointer(f"{directory}/run", timeout_s=TIMEOUT_S)
+    seen = [
+        failure(lambda: sf.load(f"{directory}/zero", own_key(rank, 10), timeout_s=-1 if wrong else TIMEOUT_S)),
+        failure(lambda: sf.save(f"{directory}/one", own_key(rank, 10), timeout_s="1" if wrong else TIMEOUT_S)),
+        failure(
+            lambda: sf.save(
+                f"{directory}/one", own_key(rank, 10), process_group="all" if wrong else None, timeout_s=TIMEOUT_S
+            )
+        ),
+        failure(lambda: checkpointer.save(-1 if wrong else 1, own_key(rank, 10))),
+    ]
+    expect_all_is_well(rank, world, directory)
+    return seen
+
+
+def test_arguments_that_no_call_begins_with_are_told_to_all(ranks, tmp_path):
+    one, other = ranks(2)(check_calls, str(tmp_path))
+    for (kind, message), (own_kind, own) in zip(one, other, strict=True):
+        assert (kind, own_kind) == ("Invalid", "Invalid")
+        assert message == f"rank 1: {own.removeprefix('rank 1: ')}"

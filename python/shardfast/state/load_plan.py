@@ -18,12 +18,17 @@ _REMEDIES = {
     "dtype": "dtype: cast=True converts",
     "shape": "shape: make it here with the shape it was saved with, or load the rest with only=",
     "tied": "tied: strict=False takes the one that is named second",
+    "arguments": "arguments: all ranks must pass the same strict=, cast=, only=, per_rank= and pickle=",
     "overlap": "overlap: give each memory of its own before the load (clone() one of them)",
     "per rank": (
         'per rank: per_rank="rank0" takes what rank 0 saved, per_rank="index" what the rank of the same number saved, '
         "modulo the number of saving ranks"
     ),
 }
+
+
+ARGUMENTS = "arguments: "
+"""How a problem begins that is one only if not all ranks have it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,14 @@ class Options:
             raise Invalid(f'per_rank={self.per_rank!r}: expected "error", "rank0" or "index"')
         if self.rename is not None and not callable(self.rename) and not isinstance(self.rename, Mapping):
             raise Invalid(f"rename={self.rename!r}: expected a dict from saved names to yours, or a function")
+
+    def asked(self) -> list[str]:
+        """Returns what it asks for other than by default, as a problem that is none if all ranks have it."""
+        default = Options()
+        said = {name: getattr(self, name) for name in ("strict", "cast", "per_rank", "pickle")}
+        words = [f"{name}={value!r}" for name, value in said.items() if value != getattr(default, name)]
+        words += [f"only={sorted(set(self.only))!r}"] if self.only else []
+        return [f"{ARGUMENTS}{', '.join(words)}"] if words else []
 
     def selects(self, name: str) -> bool:
         """Whether ``only`` selects the leaf ``key/name``."""

@@ -14,7 +14,7 @@ from ..errors import Corrupt, Invalid
 from .catalog import Adapter, Box, Destination, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .entries import PIECE, BundleEntry, Put, ShardedEntry, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .install import Installation, Received, Value, filling, give
-from .load_plan import LoadPlan, Options, Rename, by_ranks, copy_of_rank, moved
+from .load_plan import ARGUMENTS, LoadPlan, Options, Rename, by_ranks, copy_of_rank, moved
 from .masters import EXACT, Masters
 from .overlaps import overlaps, written
 from .padding import differ_by_padding, other_padding, said
@@ -539,7 +539,8 @@ class Match:
     def findings(self) -> tuple[list[int], list[str]]:
         """Returns the numbers of saved leaves with a place in this rank's state, and what prevents the load here."""
         missing = [f"missing: {name} is not in the checkpoint" for name in self.plan.missing]
-        return sorted(self._touched), [*(missing if self._options.strict else []), *self.plan.problems]
+        problems = [*self._options.asked(), *(missing if self._options.strict else []), *self.plan.problems]
+        return sorted(self._touched), problems
 
     def conclude(self, untouched: Sequence[int], problems: Sequence[tuple[Sequence[int], str]]) -> None:
         """Takes all ranks' findings: saved leaves that none has a place for, and all problems."""
@@ -549,7 +550,11 @@ class Match:
             if leaf.index in indices and self._options.selects(f"{key}/{name}"):
                 names.setdefault(key, []).append(f"{leaf.key}/{leaf.name}")
         self.plan.unexpected = [*self._left, *(name for below in names.values() for name in below)]
-        lines = [by_ranks(ranks, problem, self._world) for ranks, problem in problems]
+        asked = [(ranks, text) for ranks, text in problems if text.startswith(ARGUMENTS)]
+        if any(len(ranks) < self._world for ranks, _ in asked):  # then ranks would not find the same
+            self.plan.problems = [by_ranks(ranks, text, self._world) for ranks, text in asked]
+            return
+        lines = [by_ranks(ranks, text, self._world) for ranks, text in problems if (ranks, text) not in asked]
         indices |= self._masters.indices  # a parameter may take one of an optimizer that is not in the state
         touched_keys = {key for (key, _), leaf in self._ours.items() if leaf.index not in indices}
         for key, below in names.items() if self._options.strict else ():

@@ -15,7 +15,7 @@ from .capture.in_flight import Pending, in_flight
 from .collection import paused
 from .errors import Error, Exhausted, Internal, Invalid
 from .nesting import call
-from .session import TIMEOUT_S, current
+from .session import TELLING_S, TIMEOUT_S, current
 from .state.catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .state.description import Describer
 from .state.entries import Walked, in_use, walk
@@ -167,7 +167,7 @@ def begin(
     ``window`` gives what was captured ahead of this save of what is described.
     """
 
-    def prepare() -> tuple[Pending, native.Pending]:
+    def prepare() -> Callable[[], tuple[Pending, native.Pending]]:
         place, notes = _expect_own_directory(expect_url(url)), dict((user() if callable(user) else user) or {})
         if step is not None:
             expect_step(step)
@@ -180,24 +180,29 @@ def begin(
             notes["shardfast.pickle"] = "allowed"
         in_flight.staged()
         said = describer.describe(state, pickle=pickle, excepted=patterns(prove_except))
-        ahead = window(said.described)
-        begun = native.save(
-            session,
-            place,
-            said.described,
-            said.values,
-            said.owner,
-            step=step,
-            user=notes,
-            timeout_s=timeout_s,
-            streams=_streams(said.described.devices),
-            blocking=blocking,
-            prove=prove,
-            window=ahead,
-        )
-        return Pending(place, begun, said.watched, ahead), begun
+        ahead, streams = window(said.described), _streams(said.described.devices)
 
-    pending, begun = prepared(session, prepare, timeout_s)
+        def begin() -> tuple[Pending, native.Pending]:
+            begun = native.save(
+                session,
+                place,
+                said.described,
+                said.values,
+                said.owner,
+                step=step,
+                user=notes,
+                timeout_s=timeout_s,
+                streams=streams,
+                blocking=blocking,
+                prove=prove,
+                window=ahead,
+            )
+            return Pending(place, begun, said.watched, ahead), begun
+
+        return begin
+
+    # An interrupt in the second part comes when the ranks have met: it is no failure of the next call.
+    pending, begun = prepared(session, prepared(session, prepare, timeout_s), timeout_s, failures=Exception)
     try:
         in_flight.add(pending)
     finally:
@@ -381,11 +386,21 @@ def _matched(
     return match
 
 
-def prepared(session: native.Session, prepare: Callable[[], T], timeout_s: float) -> T:
-    """The result of ``prepare`` on this rank; its error fails all ranks, so that none waits for this one."""
+def prepared(
+    session: native.Session,
+    prepare: Callable[[], T],
+    timeout_s: float,
+    *,
+    failures: type[BaseException] = BaseException,
+) -> T:
+    """The result of ``prepare`` on this rank; its error fails all ranks, so that none waits for this one.
+
+    After what ends the program, such as ``KeyboardInterrupt``, it waits for the others no longer than
+    :data:`TELLING_S`.
+    """
     try:
         return prepare()
-    except Exception as error:
+    except failures as error:
         agreed = _refused(session, error, timeout_s)
         try:
             if agreed is error:
@@ -395,13 +410,17 @@ def prepared(session: native.Session, prepare: Callable[[], T], timeout_s: float
             del agreed
 
 
-def _refused(session: native.Session, error: Exception, timeout_s: float) -> Exception:
+def _refused(session: native.Session, error: BaseException, timeout_s: float) -> BaseException:
     """Fails all ranks with this one's error, so that none waits for it; returns what to raise here."""
+    if not isinstance(error, Exception):
+        timeout_s = min(timeout_s, TELLING_S)
     if isinstance(error, MemoryError):
         kind = Exhausted.__name__
     else:  # other exceptions come from the state's own code
         kind = type(error).__name__ if isinstance(error, Error) else Invalid.__name__
     message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    if not isinstance(error, Exception):
+        message = f"it was interrupted by {type(error).__name__}"
     message += "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     message = message.encode("utf-8", "backslashreplace").decode()  # the state's own code may say anything
     try:

@@ -608,3 +608,59 @@ def test_arguments_that_no_call_begins_with_are_told_to_all(ranks, tmp_path):
     for (kind, message), (own_kind, own) in zip(one, other, strict=True):
         assert (kind, own_kind) == ("Invalid", "Invalid")
         assert message == f"rank 1: {own.removeprefix('rank 1: ')}"
+
+
+class Interrupted:
+    """Is interrupted in its own code."""
+
+    def __init__(self, saves=None, loads=None):
+        self.saves, self.loads = saves, loads
+
+    def state_dict(self):
+        if self.saves is not None:
+            raise self.saves
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        if self.loads is not None:
+            raise self.loads
+
+
+def ended(call):
+    """What a call ends with, whatever it is, and whether that was soon."""
+    began = time.monotonic()
+    with pytest.raises(BaseException) as caught:
+        call()
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - began < PROMPT_S
+
+
+def check_interrupted(rank, world, directory):
+    kind = KeyboardInterrupt, SystemExit, GeneratorExit
+    one = rank == 1
+    seen = [
+        ended(lambda k=k: sf.save(f"{directory}/one", {"b": Interrupted(k if one else None)}, timeout_s=TIMEOUT_S))
+        for k in kind
+    ]
+    sf.save(f"{directory}/one", {"b": Interrupted()}, timeout_s=TIMEOUT_S)
+    seen += [
+        ended(
+            lambda k=k: sf.load(f"{directory}/one", {"b": Interrupted(loads=k if one else None)}, timeout_s=TIMEOUT_S)
+        )
+        for k in kind
+    ]
+    # The other rank comes later than this one waits.
+    if one:
+        seen.append(ended(lambda: sf.save(f"{directory}/two", {"b": Interrupted(KeyboardInterrupt)}, timeout_s=600)))
+    dist.barrier()
+    if not one:
+        seen.append(ended(lambda: sf.save(f"{directory}/two", {"b": Interrupted()}, timeout_s=TIMEOUT_S)))
+    sf.save(f"{directory}/two", {"b": Interrupted()}, timeout_s=TIMEOUT_S)
+    return seen
+
+
+def test_an_interrupt_of_one_rank_fails_the_others_soon(ranks, tmp_path):
+    one, other = ranks(2)(check_interrupted, str(tmp_path))
+    kinds = ["KeyboardInterrupt", "SystemExit", "GeneratorExit"] * 2
+    assert one[:-1] == [("Invalid", f"rank 1: it was interrupted by {kind}", True) for kind in kinds]
+    assert one[-1][2] and "rank 1: it was interrupted by KeyboardInterrupt" in one[-1][1]
+    assert other == [(kind, "", True) for kind in [*kinds, "KeyboardInterrupt"]]

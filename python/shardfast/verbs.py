@@ -16,6 +16,7 @@ from .collection import paused
 from .errors import Error, Exhausted, Internal, Invalid
 from .nesting import call
 from .session import TELLING_S, TIMEOUT_S, current
+from .session import alone as one_process
 from .state.catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .state.description import Describer
 from .state.entries import Walked, in_use, walk
@@ -319,8 +320,9 @@ def plan_load(
 ) -> LoadPlan:
     """Tells what :func:`load` with these arguments would do. Every rank of the job calls it.
 
-    Reads the manifest only, and changes nothing. ``print(sf.plan_load(...))`` shows what would be loaded, renamed,
-    cast, missing and unexpected, every problem that would make the load fail, and how many bytes this rank would read.
+    Reads the manifest, and small tensors that stand beside values, and changes nothing. ``print(sf.plan_load(...))``
+    shows what would be loaded, renamed, cast, missing and unexpected, every problem that would make the load fail, and
+    how many bytes this rank would read.
     """
     session = current(timeout_s, process_group)
     options, place = prepared(
@@ -382,8 +384,15 @@ def _matched(
     info = checkpoint.info
     ranks = {"rank": session.rank, "world": session.world, "saved_world": info["world"]}
     match: Match = alone(lambda: Match(pieces, saved, url=checkpoint.url, step=info["step"], **ranks, dry=dry))
+    if dry:
+        alone(lambda: match.foresee(functools.partial(_read, checkpoint.url, timeout_s)))
     match.conclude(*checkpoint.agree(*match.findings(), timeout_s))
     return match
+
+
+def _read(url: str, timeout_s: float, copies: list[tuple[int, int]]) -> Sequence[bytes]:
+    """Reads copies of values on this rank alone."""
+    return native.open(one_process(), url, timeout_s=timeout_s).load([], copies, timeout_s)[0]
 
 
 def prepared(

@@ -602,7 +602,7 @@ def test_small_plain_tensors_are_filled_from_values_and_checked():
     stored = Stored({"extra": {"w": torch.ones(3), "step": 1}})
     state = {"extra": {"w": torch.zeros(4), "step": 0}}
     with pytest.raises(
-        sf.Invalid, match=r"extra\.w: the checkpoint holds a tensor of torch.float32 \[3\] where the state has .*\[4\]"
+        sf.Invalid, match=r"extra/w: the checkpoint holds a tensor of torch.float32 \[3\] where the state has .*\[4\]"
     ):
         stored.load(state)
     assert state["extra"]["step"] == 0
@@ -659,3 +659,35 @@ def test_what_contains_itself_is_refused_by_name_and_looked_at_once(kind, make):
     if kind is list:
         sf.load(f"memory://state/{kind.__name__}-{id(make)}", state)
         assert state == make([1])
+
+
+@pytest.mark.parametrize("module", [torch, np])
+def test_a_plan_says_what_a_load_says_of_tensors_beside_values(tmp_path, module):
+    """A small one is a part of what is saved as values: its shape and type are not in the manifest."""
+    sf.save(tmp_path / "one", {"ema": {"decay": 0.5, "mean": module.ones(4, dtype=module.float32)}})
+    for there, options, found, cast in (
+        (module.zeros(4, dtype=module.float64), {}, "dtype: ema/mean is F32 in the checkpoint and F64 here", {}),
+        (module.zeros(4, dtype=module.float64), {"cast": True}, "", {"ema/mean": ("F32", "F64")}),
+        (module.zeros(5, dtype=module.float32), {"cast": True}, "shape: ema/mean is [4] in the checkpoint and [5]", {}),
+        (module.zeros(4, dtype=module.float32), {}, "", {}),
+    ):
+        state = {"ema": {"decay": 0.0, "mean": there}}
+        plan = sf.plan_load(tmp_path / "one", state, **options)
+        assert [problem.startswith(found) for problem in plan.problems] == [True] * bool(found)
+        assert plan.cast == cast
+        assert state["ema"]["mean"] is there
+        assert there.tolist() == [0.0] * len(there)
+        if found:
+            with pytest.raises(sf.Invalid, match="ema/mean: the checkpoint holds "):
+                sf.load(tmp_path / "one", state, **options)
+        else:
+            assert sf.load(tmp_path / "one", state, **options).cast == cast
+            assert there.tolist() == [1.0] * 4
+    plan = sf.plan_load(tmp_path / "one", {"ema": {"decay": there, "mean": there}})
+    assert [problem.partition(":")[0] for problem in plan.problems] == ["ema/decay"]
+
+
+def test_an_array_for_a_type_that_numpy_has_not_is_a_problem_of_the_plan(tmp_path):
+    sf.save(tmp_path / "one", {"w": torch.zeros(4, dtype=torch.bfloat16)})
+    plan = sf.plan_load(tmp_path / "one", {"w": np.zeros(4, "f4")}, cast=True)
+    assert (plan.problems, plan.cast) == (["w/value: NumPy has no type for BF16"], {})

@@ -637,8 +637,8 @@ class Adapter(Objects, Protocol):
         """
         ...
 
-    def fill(self, tensor: Any, value: object) -> None:
-        """Copies a loaded whole value into ``tensor``, each rank its part.
+    def fill(self, tensor: Any, value: object, cast: bool = False) -> None:
+        """Copies a loaded whole value into ``tensor``, each rank its part; with ``cast`` it converts the elements.
 
         Raises:
             Refused: If the value is no tensor of the same shape and dtype.

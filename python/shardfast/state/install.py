@@ -193,22 +193,36 @@ class Installation:
         return raise_value(decode(encoded, value.place), how)
 
 
-def filling(adapter: Adapter | Parts, tensor: Any, put: Put | None, place: str, is_shared: Callable[[], bool]) -> Put:
-    """Returns what fills a tensor of the state from a value; ``put`` replaces one whose memory others share."""
+def filling(
+    adapter: Adapter | Parts,
+    tensor: Any,
+    put: Put | None,
+    name: str,
+    is_shared: Callable[[], bool],
+    casts: dict[str, tuple[str, str]] | None,
+) -> Put:
+    """Returns what fills a tensor of the state from a value; ``put`` replaces one whose memory others share.
+
+    It converts the elements if there is ``casts``, and notes there the types that differ.
+    """
 
     def receive(value: object) -> None:
         if value is tensor:  # filled already
             return
+        cast = casts is not None
         try:
             if put is None or isinstance(adapter, Parts) or not is_shared():
-                adapter.fill(tensor, value)
+                adapter.fill(tensor, value, cast)
             else:
                 layout = adapter.layout(tensor)
                 own = adapter.allocate(layout.dtype, layout.shape)
-                adapter.fill(own, value)
+                adapter.fill(own, value, cast)
                 put(own)
+            if casts is not None and not isinstance(adapter, Parts) and adapter.is_tensor(value):
+                was, now = adapter.layout(value).dtype, adapter.layout(tensor).dtype
+                casts.update({name: (was, now)} if was != now else {})
         except Refused as refused:
-            raise Invalid(f"{place}: {refused}") from refused
+            raise Invalid(f"{name}: {refused}") from refused
 
     return receive
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from ..errors import Corrupt, Invalid
+from ..errors import Corrupt, Error, Invalid
 from .catalog import Adapter, Box, Destination, Refused, SavedAlias, SavedLeaf, SavedObject, SavedTensor
 from .entries import PIECE, BundleEntry, Put, ShardedEntry, TensorEntry, TreeEntry, ValueEntry, Walked, expect_text
 from .install import Installation, Received, Value, filling, give
@@ -20,7 +20,7 @@ from .overlaps import overlaps, written
 from .padding import differ_by_padding, other_padding, said
 from .parts import Parts, adapter_of, pieces_of, shared_as_saved
 from .sharded import Pieces, as_value
-from .values import dotted, tensors_in
+from .values import Raising, decode, dotted, is_pickle, raise_value, tensors_in
 from .wants import Want, referred
 
 _Found = tuple[object, "Want | None", "Box | None"]
@@ -97,6 +97,7 @@ class Match:
         self._bound: dict[int, Any] = {}
         self._left: list[str] = []
         self._shared: set[object] = set()
+        self._small: list[tuple[Value, str, Adapter | Parts, Any]] = []  # tensors that values fill, by name
         self._texts = set[str]()  # how tensors are laid out here
         # Optimizers last: their state may be what stands elsewhere.
         for entry in sorted(walked.entries, key=lambda entry: isinstance(entry, BundleEntry) and bool(entry.owned)):
@@ -189,8 +190,12 @@ class Match:
 
         # Not self, which would then refer to itself and keep the state alive.
         is_shared = functools.partial(self._shared.__contains__, (len(self.installation.values), ()))
-        receive = filling(adapter, tensor, put, place, is_shared)
+        full = f"{key}/{name}"
+        receive = filling(adapter, tensor, put, full, is_shared, self.plan.cast if self._options.cast else None)
         self._value(leaf, place, receive, tensor if put is not None else None)
+        self._small += [
+            (value, full, adapter, tensor) for value in self.installation.values[-1:] if value.receive is receive
+        ]
 
     def _fill(self, saved: SavedTensor, adapter: Adapter | Parts, tensor: Any, key: str, below: str) -> None:
         """Checks a saved tensor against one of the state, and adds a want."""
@@ -533,6 +538,42 @@ class Match:
         self.installation.made = pieces.made
         for traffic in pieces.traffic:
             self.plan.add(traffic)
+
+    def foresee(self, read: Callable[[list[tuple[int, int]]], Sequence[bytes]]) -> None:
+        """Notes what a load would find wrong with values that fill tensors; ``read`` gives these values, encoded."""
+        copies = [(value.leaf.index, value.copies[0]) for value, *_ in self._small]
+        encoded = read(copies) if copies else []
+        for (value, name, adapter, tensor), data in zip(self._small, encoded, strict=True):
+            lowered = decode(data, value.place)
+            if is_pickle(lowered):
+                continue
+            try:
+                made = raise_value(lowered, Raising(value.place, self._adapters, lambda key, name: None))
+                self._foresee(name, adapter, tensor, made)
+            except Refused as refused:
+                self.plan.problems.append(f"{name}: {refused}")
+            except Error as error:
+                self.plan.problems.append(str(error))
+
+    def _foresee(self, name: str, adapter: Adapter | Parts, tensor: Any, value: object) -> None:
+        """Notes what prevents a value from filling a tensor, which stays as it is."""
+        if isinstance(adapter, Parts):
+            if tensor.several is None:
+                adapter.fill(tensor, value)  # refuses
+            adapter, tensor = adapter.plain, tensor.tensor
+        here = adapter.layout(tensor)
+        if not adapter.is_tensor(value):
+            adapter.fill(adapter.allocate(here.dtype, () if not here.shape else (0,)), value)
+            return
+        saved = adapter.layout(value)
+        if saved.shape != here.shape:
+            self.plan.problems.append(
+                f"shape: {name} is {list(saved.shape)} in the checkpoint and {list(here.shape)} here"
+            )
+        elif saved.dtype != here.dtype and self._options.cast:
+            self.plan.cast[name] = saved.dtype, here.dtype
+        elif saved.dtype != here.dtype:
+            self.plan.problems.append(f"dtype: {name} is {saved.dtype} in the checkpoint and {here.dtype} here")
 
     # All ranks' findings
 

@@ -182,11 +182,11 @@ class Parts:
                 self.plain.clear(part.tensor, at + kept, at + size)
             at += size
 
-    def fill(self, part: Part, value: object) -> None:
+    def fill(self, part: Part, value: object, cast: bool = False) -> None:
         """Copies a value where several leaves have one memory; no value is a part of a tensor."""
         if part.several is None:
             raise Refused("the checkpoint holds a value where this rank has a part of a tensor")
-        self.plain.fill(part.tensor, value)
+        self.plain.fill(part.tensor, value, cast)
 
 
 def _layout(part: Part, plain: Layout) -> Layout:

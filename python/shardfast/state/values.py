@@ -458,6 +458,11 @@ class Raising:
     pickle: bool = False
 
 
+def is_pickle(lowered: object) -> bool:
+    """Returns whether a lowered value is a pickle, which only some loads make."""
+    return isinstance(lowered, Tagged) and lowered.tag == "pickle"
+
+
 def raise_value(lowered: object, how: Raising) -> Any:
     """The value that :func:`capture` lowered. May use ``lowered`` up: its lists and dicts become the value's.
 

@@ -92,6 +92,8 @@ class NumpyAdapter:
 
     def destination(self, tensor: Array, dtype: str) -> Destination:
         _expect_writable(tensor)
+        if dtype not in _OF_NAME:
+            raise Refused(f"NumPy has no type for {dtype}")
         return Destination(self.layout(tensor), self.identity(tensor), None)
 
     def allocate(self, dtype: str, shape: Ints) -> Array:
@@ -104,16 +106,17 @@ class NumpyAdapter:
             raise Refused(f"NumPy has no type for {dtype}")
         return np.ndarray(shape, dtype=_OF_NAME[dtype], buffer=buffer)
 
-    def fill(self, tensor: Array, value: object) -> None:
+    def fill(self, tensor: Array, value: object, cast: bool = False) -> None:
         if not isinstance(value, np.ndarray):
             raise Refused(f"the checkpoint holds a {type(value).__name__} where the state has an array")
-        if value.shape != tensor.shape or value.dtype.newbyteorder("=") != tensor.dtype.newbyteorder("="):
+        is_other = value.dtype.newbyteorder("=") != tensor.dtype.newbyteorder("=")
+        if value.shape != tensor.shape or (is_other and not cast):
             raise Refused(
                 f"the checkpoint holds an array of {value.dtype} {list(value.shape)} where the state has one of "
                 f"{tensor.dtype} {list(tensor.shape)}"
             )
         _expect_writable(tensor)
-        np.copyto(tensor, value)
+        np.copyto(tensor, value, casting="unsafe")
 
     def clear(self, tensor: Array, start: int, stop: int) -> None:
         tensor.flat[start:stop] = 0

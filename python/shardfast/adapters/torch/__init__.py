@@ -205,8 +205,8 @@ class TorchAdapter:
         return tensor
 
     @named
-    def fill(self, tensor: torch.Tensor, value: object) -> None:
-        fill(tensor, value)
+    def fill(self, tensor: torch.Tensor, value: object, cast: bool = False) -> None:
+        fill(tensor, value, cast)
 
     def clear(self, tensor: torch.Tensor, start: int, stop: int) -> None:
         with torch.no_grad():

@@ -234,7 +234,7 @@ def identity(tensor: torch.Tensor) -> Hashable:
     return (*where, local.is_conj(), local.is_neg()) if is_lazy else where
 
 
-def expect_fill(tensor: torch.Tensor, value: object) -> None:
+def expect_fill(tensor: torch.Tensor, value: object, cast: bool = False) -> None:
     """Refuses a value that :meth:`fill` could not copy."""
     local = local_of(tensor)
     expect_storable(local)
@@ -252,16 +252,16 @@ def expect_fill(tensor: torch.Tensor, value: object) -> None:
         return
     if not isinstance(value, torch.Tensor):
         raise Refused(f"the checkpoint holds a {type(value).__name__} where the state has a tensor")
-    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+    if value.shape != tensor.shape or (value.dtype != tensor.dtype and not cast):
         raise Refused(
             f"the checkpoint holds a tensor of {value.dtype} {list(value.shape)} where the state has one of "
             f"{tensor.dtype} {list(tensor.shape)}"
         )
 
 
-def fill(tensor: torch.Tensor, value: object) -> None:
-    """Copies a loaded whole value into ``tensor``, each rank its part."""
-    expect_fill(tensor, value)
+def fill(tensor: torch.Tensor, value: object, cast: bool = False) -> None:
+    """Copies a loaded whole value into ``tensor``, each rank its part; with ``cast`` it converts the elements."""
+    expect_fill(tensor, value, cast)
     local = local_of(tensor)
     if not isinstance(value, torch.Tensor):
         copy(local, torch.tensor(value, dtype=local.dtype, device="cpu"))

@@ -259,6 +259,8 @@ class Keep:
     best: tuple[tuple[str, int, bool], ...] = ()
 
     def __or__(self, other: Keep) -> Keep:
+        if not isinstance(other, Keep):
+            raise Invalid(f"keep: {self!r} | {other!r}: expected two rules, such as shardfast.last(3)")
         counts = [rule.last for rule in (self, other) if rule.last is not None]
         intervals = [rule.every for rule in (self, other) if rule.every is not None]
         if intervals and max(intervals) % min(intervals) != 0:

@@ -61,7 +61,8 @@ def save(
         prove: When ranks compare their replicas. Ranks that hold the same part of a tensor are replicas, and share its
             writing. By default the first save of each layout in a process compares checksums of all copies except
             those of modules' buffers. If copies differ, the save fails and names them and their ranks. For this a rank
-            reads what it holds and does not write, before the save is staged. ``True`` compares everything in every
+            sums what it holds and does not write, before the save is staged; ranks compare these sums when they have
+            written. ``True`` compares everything in every
             save; ``False`` compares nothing. The lowest rank that holds a part writes it if it is not compared.
             :attr:`Pending.report` tells under ``"replicas"`` what was done. Optimizer state of another shape than its
             sharded parameter is compared in every save.
@@ -173,7 +174,7 @@ def begin(
         if step is not None:
             expect_step(step)
         for name, note in notes.items():
-            if not isinstance(name, str) or not isinstance(note, str):
+            if not is_text(name) or not is_text(note):
                 raise Invalid(f"user={{{name!r}: {note!r}}}: expected texts by name")
         if not (prove is None or isinstance(prove, bool)):
             raise Invalid(f"prove={prove!r}: expected None, True or False; leaves are excepted by prove_except=")
@@ -459,6 +460,14 @@ def _saved_leaf(index: int, leaf: tuple[Any, ...]) -> SavedLeaf:
     raise Internal(f"{key}/{name}: a leaf of unknown kind {kind!r}")
 
 
+def is_text(value: object) -> bool:
+    """Whether it is a text that UTF-8 can encode, as a lone surrogate is not."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 def expect_url(url: object) -> str:
     """A URL or path as text that names the same place from now on, whatever ``os.chdir`` does.
 
@@ -469,6 +478,8 @@ def expect_url(url: object) -> str:
     text = os.fspath(url)
     if not isinstance(text, str):
         raise Invalid(f"url: expected a path in text, found {text!r}: pass os.fsdecode(path)")
+    if not is_text(text):
+        raise Invalid(f"url: expected text that UTF-8 can encode, found {text!r}")
     if text.startswith("~"):
         home = os.path.expanduser(text)
         if home.startswith("~"):

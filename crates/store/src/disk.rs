@@ -82,10 +82,6 @@ pub trait Disk: Send + Sync + 'static {
     fn dont_need(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<()>;
     /// Maps the first `bytes` bytes.
     fn map(&self, file: &Self::File, bytes: u64) -> Sys<Mapping>;
-    /// Maps the first `bytes` bytes, to be lent in ranges that lie in the page cache.
-    fn map_for_lending(&self, _file: &Self::File, _bytes: u64) -> Sys<Mapping> {
-        Err(Errno::NODEV)
-    }
     /// Returns about how many bytes of a range lie in the page cache. Not every kernel can tell.
     fn cached_bytes(&self, file: &Self::File, offset: u64, bytes: u64) -> Sys<u64>;
     /// Returns whether a byte lies in the page cache. If not, the kernel begins to read its page, so that a later call
@@ -172,10 +168,6 @@ impl Disk for RealDisk {
 
     fn map(&self, file: &OwnedFd, bytes: u64) -> Sys<Mapping> {
         Mapping::new(file, bytes)
-    }
-
-    fn map_for_lending(&self, file: &OwnedFd, bytes: u64) -> Sys<Mapping> {
-        Mapping::for_lending(file, bytes)
     }
 
     fn cached_bytes(&self, file: &OwnedFd, offset: u64, bytes: u64) -> Sys<u64> {

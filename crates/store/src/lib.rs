@@ -19,7 +19,6 @@
 //! ```
 
 use std::any::Any;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -51,7 +50,7 @@ mod write;
 
 pub use error::{Error, Kind, Result};
 pub use local::probe;
-pub use map::{Lent, Mapping};
+pub use map::Mapping;
 pub use name::{is_temporary, temporary};
 pub use needs::{Needs, Parts, Pieces, ReadNeeds, Requests};
 pub use observe::{Action, Event, Observer};
@@ -333,15 +332,11 @@ pub trait PageCache {
     fn map(&self) -> Result<Mapping>;
 
     /// Announces that a range will be read soon, so that the storage may begin to fetch it. Returns at once.
-    fn prefetch(&self, offset: u64, bytes: u64, upcoming: &Upcoming) -> Fetch;
+    /// `shared_on_host` is whether other processes of this machine will read it too, so that it is kept for them.
+    fn prefetch(&self, offset: u64, bytes: u64, shared_on_host: bool) -> Fetch;
 
     /// Returns how many bytes of a range this machine has in memory already; `None` if unknown.
     fn cached_bytes(&self, offset: u64, bytes: u64) -> Option<u64>;
-
-    /// Lends a range in this machine's memory, if reading it there is as safe as
-    /// [`read_at`](ObjectReader::read_at); `None` if a copy is better. Fetches missing pages only if the range was
-    /// announced as lent.
-    fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>>;
 }
 
 /// Implements [`ObjectReader::read_ranges`] with one read for each range.
@@ -352,15 +347,6 @@ pub fn one_by_one(object: &dyn ObjectReader, ranges: &mut [(u64, &mut [u8])]) ->
     ranges.iter_mut().try_for_each(|(offset, buf)| object.read_at(*offset, buf))
 }
 
-/// Announcement of a range that will be read soon.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Upcoming {
-    /// `true` if other processes of this machine will read it too, so that it is kept for them.
-    pub shared_on_host: bool,
-    /// Range around it that will be [lent](PageCache::lend) as a whole; empty if this range will not be lent.
-    pub lent: Range<u64>,
-}
-
 /// Way in which an announced range comes into memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fetch {
@@ -368,8 +354,6 @@ pub enum Fetch {
     Cached,
     /// The kernel has begun to fetch it.
     Begun,
-    /// [Lending](PageCache::lend) fetches it, and waits.
-    WhenLent,
     /// Reading fetches it, and waits.
     WhenRead,
 }
@@ -378,11 +362,6 @@ impl Fetch {
     /// Returns whether few threads suffice, since none waits for long.
     pub fn is_ahead(self) -> bool {
         matches!(self, Fetch::Cached | Fetch::Begun)
-    }
-
-    /// Returns whether to lend the range, with adjacent ranges, instead of reading it.
-    pub fn is_to_be_lent(self) -> bool {
-        matches!(self, Fetch::Cached | Fetch::WhenLent)
     }
 }
 

@@ -44,7 +44,6 @@ use reader::LocalReader;
 use writer::LocalWriter;
 
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
-use crate::map::Lending;
 use crate::observe::{Action, Reports};
 use crate::place::{self, Url};
 use crate::write::{Writes, by_threads};
@@ -128,7 +127,6 @@ pub struct LocalStore<D: Disk = RealDisk> {
     /// Result of trying whether the file system takes `O_DIRECT`, before the first file is created.
     direct: OnceLock<bool>,
     above: Mutex<Above>,
-    lending: Arc<Lending>,
     reports: Reports,
 }
 
@@ -169,7 +167,6 @@ impl<D: Disk> LocalStore<D> {
             claims: Arc::default(),
             direct: OnceLock::new(),
             above: Mutex::default(),
-            lending: Arc::default(),
             reports: Reports::default(),
         })
     }
@@ -250,8 +247,7 @@ impl<D: Disk> LocalStore<D> {
         let is_large = bytes >= DIRECT_BYTES_MIN;
         // Optional: without it the file is read through the page cache.
         let direct = if is_large { uninterrupted(|| self.disk.open_read(&path, true)).ok() } else { None };
-        let lending = Arc::clone(&self.lending);
-        let object = LocalReader::new(self.disk.clone(), file, direct, lending, (path, name), bytes);
+        let object = LocalReader::new(self.disk.clone(), file, direct, (path, name), bytes);
         let mut head = vec![0; bytes.min(head_bytes) as usize];
         if !head.is_empty() {
             object.read_at(0, &mut head)?;

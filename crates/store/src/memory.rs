@@ -14,8 +14,8 @@ use crate::observe::{Action, Reports};
 use crate::place::{self, Url, join};
 use crate::write::{Writes, by_threads};
 use crate::{
-    Entry, Error, Fetch, Kind, Lent, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Result, Service, Shared,
-    Store, Upcoming, WRITE_THREADS, name, one_by_one,
+    Entry, Error, Fetch, Kind, Mapping, Needs, ObjectReader, ObjectWriter, PageCache, Result, Service, Shared, Store,
+    WRITE_THREADS, name, one_by_one,
 };
 
 /// Buckets of this process. A URL is valid in the whole process, so its bucket must be found from anywhere in it: this
@@ -336,18 +336,11 @@ impl PageCache for MemoryReader {
         Err(Error::new(Kind::Unsupported, "map", &self.url, message))
     }
 
-    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> Fetch {
+    fn prefetch(&self, _: u64, _: u64, _: bool) -> Fetch {
         Fetch::Cached
     }
 
     fn cached_bytes(&self, _: u64, _: u64) -> Option<u64> {
         None
-    }
-
-    fn lend(&self, offset: u64, bytes: usize) -> Option<Lent<'_>> {
-        let start = usize::try_from(offset).ok()?;
-        let (began, contents) = (self.reports.begin(), self.contents.get(start..start.checked_add(bytes)?)?);
-        self.reports.end(began, Action::Read, &self.name, offset..offset + bytes as u64, None);
-        Some(Lent::memory(contents))
     }
 }

@@ -22,7 +22,7 @@ use shardfast_engine::stream::batches;
 use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::object::decode;
 use shardfast_format::{BLOCK_BYTES, LeafKind, LeafName, Manifest, Region, Tag, Value, hugging_face_index};
-use shardfast_store::{Fetch, Store, Upcoming};
+use shardfast_store::{Fetch, Store};
 use shardfast_transfer::error::{Error, FirstFailure, Kind, Result, retry};
 use shardfast_transfer::reader::{self, Files};
 use shardfast_transfer::staging::SLOT_BYTES;
@@ -264,9 +264,7 @@ impl Run<'_> {
         let announce = |task: &Task| match task {
             Task::Header(_) | Task::Kept(_) => true,
             // The header's check reports a file that cannot be opened.
-            Task::Blocks(file, range) => {
-                files.prefetch(*file, range.clone(), &Upcoming::default()).is_ok_and(Fetch::is_ahead)
-            }
+            Task::Blocks(file, range) => files.prefetch(*file, range.clone(), false).is_ok_and(Fetch::is_ahead),
         };
         let work = |task| match task {
             _ if self.failure.is_set() => {}

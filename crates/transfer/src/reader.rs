@@ -1,4 +1,7 @@
 //! Planned reads into sinks: many ranges in flight, every block verified before a byte of it is used.
+//!
+//! Bytes are read into slots of staging memory, verified there, and scattered from there. So what was verified is what
+//! is used, whatever another program does to a file meanwhile.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -8,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64, crc64_joined};
 use shardfast_plan::{Limits, Piece, Read};
-use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store, Upcoming};
+use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store};
 
 use crate::blocks::Unverified;
 use crate::error::{Error, FirstFailure, Kind, Patience, Result, retry};
@@ -19,7 +22,7 @@ use crate::staging::{SLOT_BYTES, Slot, Staging};
 use crate::timeout::Timeout;
 use crate::verify_block;
 
-use batches::{Announced, Batch, Batches, Planned, Stretches};
+use batches::{Announced, Batch, Batches, Planned};
 
 pub use batches::Span;
 
@@ -241,14 +244,14 @@ impl Files {
         if more == 0 { names } else { format!("{names} and {more} more") }
     }
 
-    /// Announces that a range will be read soon.
+    /// Announces that a range will be read soon, `shared_on_host` by other processes of this machine too.
     ///
     /// # Errors
     /// When the file cannot be opened.
-    pub fn prefetch(&self, file: u32, range: Range<u64>, upcoming: &Upcoming) -> Result<Fetch> {
+    pub fn prefetch(&self, file: u32, range: Range<u64>, shared_on_host: bool) -> Result<Fetch> {
         let open = self.open(file)?;
         let cache = open.object.page_cache();
-        Ok(cache.map_or(Fetch::WhenRead, |cache| cache.prefetch(range.start, range.end - range.start, upcoming)))
+        Ok(cache.map_or(Fetch::WhenRead, |cache| cache.prefetch(range.start, range.end - range.start, shared_on_host)))
     }
 
     /// Returns how the storage is read best.
@@ -304,11 +307,11 @@ impl OpenFile {
     }
 
     /// Places pieces of whole blocks that lie at `offset` of the file.
-    fn place<'p>(
+    fn place(
         &self,
         blocks: &[u8],
         offset: u64,
-        pieces: impl IntoIterator<Item = &'p Piece>,
+        pieces: &[Piece],
         sinks: &[&Sink],
     ) -> std::result::Result<(), Unverified> {
         let first = ((offset - self.header.data_start) / BLOCK_BYTES) as usize;
@@ -400,17 +403,14 @@ pub fn run(
     shared_on_host: bool,
 ) -> Result<u64> {
     let (bytes_read, failure) = (AtomicU64::new(0), FirstFailure::default());
-    let stretches = Stretches::new(reads.map(|read| Planned { range: files.range(&read), read }));
-    let announced = stretches.take_while(|_| !failure.is_set()).map(|(planned, stretch)| {
-        let read = &planned.read;
-        let is_host = is_host(read, sinks);
-        let upcoming = Upcoming { shared_on_host, lent: if is_host { stretch } else { 0..0 } };
-        let fetch = files.prefetch(read.file, planned.range.clone(), &upcoming).unwrap_or_else(|error| {
+    let announced = reads.take_while(|_| !failure.is_set()).map(|read| {
+        let range = files.range(&read);
+        let fetch = files.prefetch(read.file, range.clone(), shared_on_host).unwrap_or_else(|error| {
             let leaves = files.leaves_in(read.file, &(0..u64::MAX));
             failure.set(error.within(format_args!("{leaves} cannot be read")));
             Fetch::WhenRead
         });
-        Announced { planned, fetch, is_host }
+        Announced { planned: Planned { read, range }, fetch }
     });
     let work = |batch: Batch| {
         if !failure.is_set() {
@@ -460,58 +460,21 @@ pub fn each_ahead<T: Send>(
     });
 }
 
-/// Makes the reads of a batch; returns how many bytes were read.
+/// Makes the reads of a batch in one request, each into a slot, and takes them from there; returns how many bytes were
+/// read.
 fn run_batch(files: &Files, batch: Batch, sinks: &[&Sink], staging: &Arc<Staging>) -> Result<u64> {
-    let Batch { span: Span { file, range, .. }, planned, fetch, is_host } = batch;
-    if is_host {
-        let open = files.open(file)?;
-        let cache = open.object.page_cache();
-        let lent = cache.and_then(|cache| cache.lend(range.start, (range.end - range.start) as usize));
-        let pieces = || planned.iter().flat_map(|planned| &planned.read.pieces);
-        if lent.is_some_and(|lent| open.place(&lent, range.start, pieces(), sinks).is_ok()) {
-            return Ok(planned.iter().map(|planned| planned.range.end - planned.range.start).sum());
-        }
-    }
-    match <[Planned; 1]>::try_from(planned) {
-        Ok([planned]) => run_together(files, file, vec![planned], sinks, staging, is_host),
-        Err(several) if fetch == Fetch::WhenRead => run_together(files, file, several, sinks, staging, is_host),
-        // One by one: some of the batch may still be lent.
-        Err(several) => several.into_iter().try_fold(0, |bytes, planned| {
-            let batch = Batch::new(Announced { planned, fetch, is_host });
-            Ok(bytes + run_batch(files, batch, sinks, staging)?)
-        }),
-    }
-}
-
-/// Makes reads of a file in one request, each into a slot, and takes them from there. `is_host` is whether all of them
-/// go into this process's memory.
-fn run_together(
-    files: &Files,
-    file: u32,
-    planned: Vec<Planned>,
-    sinks: &[&Sink],
-    staging: &Arc<Staging>,
-    is_host: bool,
-) -> Result<u64> {
+    let Batch { span: Span { file, .. }, planned, .. } = batch;
     let mut slots = staging.acquire_many(planned.len())?;
     let ranges: Vec<Range<u64>> = planned.iter().map(|planned| planned.range.clone()).collect();
     let open = files.read_together(file, &ranges, &mut slots)?;
-    let taken = planned.into_iter().zip(slots).map(|(planned, slot)| take(files, &open, planned, slot, sinks, is_host));
-    taken.sum()
+    planned.into_iter().zip(slots).map(|(planned, slot)| take(files, &open, planned, slot, sinks)).sum()
 }
 
 /// Processes the bytes of a read from its slot.
-fn take(
-    files: &Files,
-    open: &OpenFile,
-    planned: Planned,
-    mut slot: Slot,
-    sinks: &[&Sink],
-    is_host: bool,
-) -> Result<u64> {
+fn take(files: &Files, open: &OpenFile, planned: Planned, mut slot: Slot, sinks: &[&Sink]) -> Result<u64> {
     let Planned { read, range } = planned;
     let bytes = &slot[..(range.end - range.start) as usize];
-    if is_host && open.place(bytes, range.start, &read.pieces, sinks).is_ok() {
+    if is_host(&read, sinks) && open.place(bytes, range.start, &read.pieces, sinks).is_ok() {
         return Ok(range.end - range.start);
     }
     let is_needed = |block: Range<u64>| {

@@ -6,16 +6,16 @@ use shardfast_plan::Piece;
 use crate::blocks::{Blocks, Unverified};
 use crate::sink::Sink;
 
-/// Places all pieces that go into this process's memory. `bytes` are whole blocks, the first of which lies at `start`
-/// in the file, and `expected` their CRC-64.
+/// Places all pieces that go into this process's memory. `bytes` are whole blocks in memory that nobody else writes,
+/// the first of which lies at `start` in the file, and `expected` their CRC-64.
 ///
 /// # Errors
 /// When a needed block's bytes are not the saved ones: no byte of it has been placed.
-pub(crate) fn place<'p>(
+pub(crate) fn place(
     bytes: &[u8],
     start: u64,
     expected: &[u64],
-    pieces: impl IntoIterator<Item = &'p Piece>,
+    pieces: &[Piece],
     sinks: &[&Sink],
 ) -> Result<(), Unverified> {
     let mut blocks = Blocks::new(bytes, expected);

@@ -77,6 +77,11 @@ impl Block {
         elements
     }
 
+    /// The memory as it is: the elements of a dense block.
+    pub(crate) fn memory(&self) -> &[u8] {
+        &self.memory
+    }
+
     /// Returns whether nothing was written beside the elements.
     pub(crate) fn surroundings_are_intact(&self) -> bool {
         let mut memory = self.memory.clone();

@@ -9,6 +9,7 @@ mod job;
 mod kill;
 mod large;
 mod layout;
+mod meddling;
 mod notes;
 mod phases;
 mod planning;

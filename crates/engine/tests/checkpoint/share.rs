@@ -14,7 +14,7 @@ use shardfast_store::disk::{Disk, RealDisk};
 use shardfast_store::testing::around::Around;
 use shardfast_store::testing::noted::Noted;
 use shardfast_store::testing::sims3::SimS3;
-use shardfast_store::{Fetch, Lent, Mapping, ObjectReader, PageCache, Store, Upcoming, one_by_one};
+use shardfast_store::{Fetch, Mapping, ObjectReader, PageCache, Store, one_by_one};
 use shardfast_tools::{Copying, Limit, copy_between};
 
 use crate::job::{Content, Job, LONG, Place, Seed, Truth, Whole, wants};
@@ -185,16 +185,12 @@ impl PageCache for OtherReader {
         Err(shardfast_store::Error::new(shardfast_store::Kind::Unsupported, "map", "other", "not mapped"))
     }
 
-    fn prefetch(&self, _: u64, _: u64, _: &Upcoming) -> Fetch {
+    fn prefetch(&self, _: u64, _: u64, _: bool) -> Fetch {
         Fetch::WhenRead
     }
 
     fn cached_bytes(&self, _: u64, bytes: u64) -> Option<u64> {
         self.cached.map(|percent| bytes * percent / 100)
-    }
-
-    fn lend(&self, _: u64, _: usize) -> Option<Lent<'_>> {
-        None
     }
 }
 

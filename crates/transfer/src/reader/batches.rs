@@ -1,6 +1,5 @@
 //! Planned reads, grouped with adjacent ones.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 
 use shardfast_plan::Read;
@@ -12,64 +11,10 @@ pub(super) struct Planned {
     pub(super) range: Range<u64>,
 }
 
-/// Planned reads by ascending offset, each with the stretch of its file that is read with it without a gap: all before
-/// it, and as much after it as matters.
-pub(super) struct Stretches<I> {
-    reads: I,
-    ahead: VecDeque<Planned>,
-    /// Beginning of the last read's stretch: its file, and the first and the last byte so far.
-    last: (u32, Range<u64>),
-}
-
-/// Distance after a read for which the following reads are known, in bytes.
-const STRETCH_BYTES: u64 = 4 << 20;
-
-impl<I: Iterator<Item = Planned>> Stretches<I> {
-    pub(super) fn new(reads: I) -> Self {
-        Stretches { reads, ahead: VecDeque::new(), last: (u32::MAX, 0..0) }
-    }
-
-    /// Returns the end of the stretch of `file` that reaches `end`, as far as it matters.
-    fn end(&mut self, file: u32, mut end: u64) -> u64 {
-        let enough = end.saturating_add(STRETCH_BYTES);
-        let mut next = 0;
-        while end < enough {
-            if next == self.ahead.len() {
-                let Some(planned) = self.reads.next() else { break };
-                self.ahead.push_back(planned);
-            }
-            let Planned { read, range } = &self.ahead[next];
-            if read.file != file || range.start > end {
-                break;
-            }
-            end = end.max(range.end);
-            next += 1;
-        }
-        end
-    }
-}
-
-impl<I: Iterator<Item = Planned>> Iterator for Stretches<I> {
-    type Item = (Planned, Range<u64>);
-
-    fn next(&mut self) -> Option<Self::Item> {
-        let planned = self.ahead.pop_front().or_else(|| self.reads.next())?;
-        let (file, Range { start, end }) = (planned.read.file, planned.range.clone());
-        let goes_on = self.last.0 == file && self.last.1.start <= start && start <= self.last.1.end;
-        let start = if goes_on { self.last.1.start } else { start };
-        let end = if goes_on { end.max(self.last.1.end) } else { end };
-        self.last = (file, start..end);
-        let stretch = start..self.end(file, end);
-        Some((planned, stretch))
-    }
-}
-
 /// A planned read that was announced to the storage.
 pub(super) struct Announced {
     pub(super) planned: Planned,
     pub(super) fetch: Fetch,
-    /// `true` if all of it is for this process's memory.
-    pub(super) is_host: bool,
 }
 
 /// Bytes of a file that are read at once.
@@ -98,31 +43,25 @@ impl Span {
     }
 }
 
-/// Reads of one thread: several only if they may be lent as one, without a gap, or read in one request.
+/// Reads of one thread: several only if they are read in one request.
 pub(super) struct Batch {
     pub(super) span: Span,
     pub(super) planned: Vec<Planned>,
     pub(super) fetch: Fetch,
-    pub(super) is_host: bool,
 }
 
-/// Preferences for lending: the longer the ranges, the fewer first blocks, which are verified without a copy beside.
-const LENT: ReadNeeds = ReadNeeds { gap_bytes: 0, request_bytes: 4 << 20, in_flight: 1 };
-
 impl Batch {
-    pub(super) fn new(Announced { planned, fetch, is_host }: Announced) -> Batch {
+    fn new(Announced { planned, fetch }: Announced) -> Batch {
         let span = Span::new(planned.read.file, planned.range.clone());
-        Batch { span, planned: vec![planned], fetch, is_host }
+        Batch { span, planned: vec![planned], fetch }
     }
 
     /// Takes a read that continues the batch in the same way; returns any other.
     fn take(&mut self, next: Announced, needs: ReadNeeds, slots_max: usize) -> Option<Announced> {
-        let is_lent = self.is_host && self.fetch.is_to_be_lent();
-        let is_alike = (next.fetch, next.is_host) == (self.fetch, self.is_host);
-        let has_room = is_lent || self.fetch == Fetch::WhenRead && self.planned.len() < slots_max;
-        let needs = if is_lent { LENT } else { needs };
+        let has_room = self.planned.len() < slots_max;
+        let waits = self.fetch == Fetch::WhenRead && next.fetch == Fetch::WhenRead;
         let span = self.span.with(next.planned.read.file, &next.planned.range, needs);
-        let Some(span) = span.filter(|_| is_alike && has_room) else { return Some(next) };
+        let Some(span) = span.filter(|_| waits && has_room) else { return Some(next) };
         self.span = span;
         self.planned.push(next.planned);
         None
@@ -165,74 +104,34 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn stretches_reach_as_far_as_is_read_without_a_gap() {
-        const MIB: u64 = 1 << 20;
-        // Two stretches of one file, the second one longer than is looked ahead, and another file.
-        let ranges: Vec<(u32, Range<u64>)> = [
-            vec![(0, 10..MIB), (0, MIB - 5..2 * MIB), (0, 2 * MIB..2 * MIB + 1)],
-            (3..20).map(|i| (0, i * MIB..(i + 1) * MIB)).collect(),
-            vec![(1, 20 * MIB..21 * MIB), (1, 20 * MIB..20 * MIB + 5), (1, 21 * MIB..22 * MIB)],
-        ]
-        .concat();
-        let planned = |(file, range): (u32, Range<u64>)| {
-            let read = Read { file, offset: range.start, bytes: range.end - range.start, pieces: Vec::new() };
-            Planned { read, range }
-        };
-        let found: Vec<(u32, Range<u64>, Range<u64>)> = Stretches::new(ranges.iter().cloned().map(planned))
-            .map(|(planned, stretch)| (planned.read.file, planned.range, stretch))
-            .collect();
-        let order = found.iter().map(|(file, range, _)| (*file, range.clone()));
-        assert!(order.eq(ranges), "{found:?}");
-        for (file, range, stretch) in found {
-            let whole = match (file, range.start) {
-                (0, start) if start < 3 * MIB => 10..2 * MIB + 1,
-                (0, _) => 3 * MIB..20 * MIB,
-                _ => 20 * MIB..22 * MIB,
-            };
-            assert!(stretch.start == whole.start && stretch.end <= whole.end, "{file} {range:?}: {stretch:?}");
-            assert!(stretch.end >= whole.end.min(range.end + STRETCH_BYTES), "{file} {range:?}: {stretch:?}");
-        }
+    fn announced((file, range, fetch): (u32, Range<u64>, Fetch)) -> Announced {
+        let read = Read { file, offset: range.start, bytes: range.end - range.start, pieces: Vec::new() };
+        Announced { planned: Planned { read, range }, fetch }
     }
 
     #[test]
-    fn only_what_may_be_lent_without_a_gap_is_one_batch() {
-        const MIB: u64 = 1 << 20;
-        let announced = |&(file, start, end, fetch, is_host): &(u32, u64, u64, Fetch, bool)| {
-            let read = Read { file, offset: start, bytes: end - start, pieces: Vec::new() };
-            Announced { planned: Planned { read, range: start..end }, fetch, is_host }
-        };
+    fn every_read_comes_once_in_order_and_only_what_waits_for_requests_in_batches() {
+        let costly = ReadNeeds { gap_bytes: 0, request_bytes: 100, in_flight: 16 };
         let reads = [
-            // As long as a batch may be, two of them overlapping.
-            (0, 0, MIB, Fetch::Cached, true),
-            (0, MIB - 65_536, 2 * MIB, Fetch::Cached, true),
-            (0, 2 * MIB, LENT.request_bytes, Fetch::Cached, true),
-            (0, LENT.request_bytes, LENT.request_bytes + 1, Fetch::Cached, true),
-            // In another way, behind a gap, in another file.
-            (0, LENT.request_bytes + 1, LENT.request_bytes + 2, Fetch::WhenLent, true),
-            (0, LENT.request_bytes + 3, LENT.request_bytes + 4, Fetch::WhenLent, true),
-            (1, LENT.request_bytes + 4, LENT.request_bytes + 5, Fetch::WhenLent, true),
-            // To a device, or not to be lent at all.
-            (1, LENT.request_bytes + 5, LENT.request_bytes + 6, Fetch::WhenLent, false),
-            (1, LENT.request_bytes + 6, LENT.request_bytes + 7, Fetch::WhenLent, false),
-            (2, 0, 1, Fetch::Begun, true),
-            (2, 1, 2, Fetch::Begun, true),
-            (2, 2, 3, Fetch::WhenRead, true),
-            (2, 3, 4, Fetch::WhenRead, true),
+            (0, 0..10, Fetch::WhenRead),
+            (0, 10..20, Fetch::WhenRead),
+            (0, 20..30, Fetch::Begun),
+            (0, 30..40, Fetch::Begun),
+            (0, 40..50, Fetch::Cached),
+            (0, 50..60, Fetch::Cached),
+            (0, 60..70, Fetch::WhenRead),
+            (0, 65..80, Fetch::WhenRead),
+            (1, 80..90, Fetch::WhenRead),
         ];
-        let batches: Vec<Batch> = Batches::new(reads.iter().map(announced), Needs::LOCAL.reads, 8).collect();
-        let counts: Vec<usize> = batches.iter().map(|batch| batch.planned.len()).collect();
-        assert_eq!(counts, [3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
-        assert_eq!(batches[0].span.range, 0..LENT.request_bytes);
-        let found = batches.iter().flat_map(|batch| {
-            let fields = |planned: &Planned| {
-                let range = &planned.range;
-                assert!(batch.span.file == planned.read.file && batch.span.range.start <= range.start);
-                (planned.read.file, range.start, range.end, batch.fetch, batch.is_host)
-            };
-            batch.planned.iter().map(fields).collect::<Vec<_>>()
-        });
-        assert!(found.eq(reads), "every read once, in order");
+        for (needs, expected) in [(costly, &[2, 1, 1, 1, 1, 2, 1][..]), (Needs::LOCAL.reads, &[1; 9])] {
+            let batches: Vec<Batch> = Batches::new(reads.iter().cloned().map(announced), needs, 8).collect();
+            let counts: Vec<usize> = batches.iter().map(|batch| batch.planned.len()).collect();
+            assert_eq!(counts, expected);
+            let found = batches.iter().flat_map(|batch| {
+                batch.planned.iter().map(|planned| (planned.read.file, planned.range.clone(), batch.fetch))
+            });
+            assert!(found.eq(reads.iter().cloned()));
+        }
     }
 
     #[test]
@@ -240,11 +139,7 @@ mod tests {
         const KIB: u64 = 1 << 10;
         let needs = ReadNeeds { gap_bytes: 256 * KIB, request_bytes: 8192 * KIB, in_flight: 16 };
         let counts = |slots_max, ranges: &[(u32, Range<u64>)]| -> Vec<usize> {
-            let announced = ranges.iter().cloned().map(|(file, range)| {
-                let bytes = range.end - range.start;
-                let read = Read { file, offset: range.start, bytes, pieces: Vec::new() };
-                Announced { planned: Planned { read, range }, fetch: Fetch::WhenRead, is_host: true }
-            });
+            let announced = ranges.iter().cloned().map(|(file, range)| announced((file, range, Fetch::WhenRead)));
             Batches::new(announced, needs, slots_max).map(|batch| batch.planned.len()).collect()
         };
         let all: Vec<_> = (0..20).map(|i| (0, i * 1024 * KIB..(i + 1) * 1024 * KIB)).collect();

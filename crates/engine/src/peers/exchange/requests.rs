@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use shardfast_plan::{Chunk, Piece};
-use shardfast_store::{ReadNeeds, Upcoming};
+use shardfast_store::ReadNeeds;
 use shardfast_transfer::error::Result;
 use shardfast_transfer::reader::Span;
 use shardfast_transfer::staging::SLOT_BYTES;
@@ -53,7 +53,7 @@ impl Shared<'_> {
     /// Announces a request; returns on how many threads to read.
     pub(super) fn announce(&self, request: &Request) -> Result<usize> {
         let Span { file, range, .. } = &request.span;
-        let fetch = self.files.prefetch(*file, range.clone(), &Upcoming::default()).map_err(|error| {
+        let fetch = self.files.prefetch(*file, range.clone(), false).map_err(|error| {
             let leaves = self.files.leaves_in(*file, range);
             error.within(format_args!("{leaves} cannot be read"))
         })?;

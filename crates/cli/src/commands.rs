@@ -37,7 +37,10 @@ pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Hos
         Command::Inspect { url, leaf, values } => {
             let (located, checkpoint) = opened(&url, timeout)?;
             let summary = summary(&checkpoint, leaf.as_deref(), values)?;
-            let text = describe::located(&located) + &describe::summary(&summary);
+            let mut text = describe::located(&located) + &describe::summary(&summary);
+            if let Some(pattern) = leaf.as_deref().filter(|_| summary.leaves.is_empty()) {
+                text += &format!("\nno leaf matches {}\n", plain(pattern));
+            }
             Ok(outcome(text, &Inspected { run: &located.run, passed_over: &located.passed_over, summary }, FINE))
         }
         Command::Verify { url, all, stored } => verify_command(&url, all, stored, timeout),

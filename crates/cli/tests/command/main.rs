@@ -141,6 +141,9 @@ fn inspect_shows_leaves_and_says_which_checkpoint_is_meant() {
     assert!(values.contains(r#"= {"lr": 0.001, "betas": [0.9, 0.95]}"#), "{values}");
     assert!(values.contains("rank 1: b\"") && !values.contains("embed") && !values.contains("is a run"), "{values}");
 
+    let none = text(&["inspect", run.url(), "--leaf", "zzz*"], 0);
+    assert!(none.ends_with("\nno leaf matches zzz*\n") && !values.contains("no leaf"), "{none}");
+
     let object = json(&["inspect", run.url(), "--values"], 0);
     assert_eq!((&object["step"], &object["passed_over"]), (&Json::from(20), &Json::from(vec![30])));
     let leaves = object["leaves"].as_array().unwrap();

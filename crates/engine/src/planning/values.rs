@@ -169,10 +169,11 @@ fn compared(id: PlanId, held: Vec<Vec<Held>>) -> Result<(GlobalValues, Vec<Value
     let mut by_name: BTreeMap<LeafName, Copies> = BTreeMap::new();
     for (rank, held) in (0u32..).zip(held) {
         for (position, Held { name, layout, owner, digest }) in (0u32..).zip(held) {
-            if by_name.get(&name).is_some_and(|copies| copies.owner != owner) {
+            if let Some(copies) = by_name.get(&name).filter(|copies| copies.owner != owner) {
+                let first = copies.by_digest.values().flatten().map(|copy| copy.0).min().unwrap_or_default();
+                let (there, here) = (said(copies.owner), said(owner));
                 return Err(Error::invalid(format!(
-                    "{name}: expected the same on all ranks, found a value per rank, or another piece, on some and one \
-                     shared value on others, rank {rank} among them"
+                    "{name}: expected the same on all ranks, found {there} on rank {first}, {here} on rank {rank}"
                 )));
             }
             let copies = by_name.entry(name).or_insert_with(|| Copies { layout, owner, by_digest: BTreeMap::new() });
@@ -298,6 +299,15 @@ struct Copies {
     layout: String,
     owner: Owner,
     by_digest: BTreeMap<[u8; 32], Vec<(u32, u32)>>,
+}
+
+/// Returns whose a value is, in words.
+fn said(owner: Owner) -> String {
+    match owner {
+        Owner::Job => "a value that all ranks share".to_owned(),
+        Owner::Rank => "a value per rank".to_owned(),
+        Owner::Piece { index, count } => format!("piece {index} of {count}"),
+    }
 }
 
 fn objects(catalog: &Catalog) -> impl Iterator<Item = u32> + '_ {

@@ -14,6 +14,7 @@ use shardfast_engine::{Engine, Error, Fences, Kind, Pending, Provider, Result, S
 use shardfast_format::{
     COMMIT, Catalog, Commit, DType, Leaf, LeafBody, LeafName, Owner, Region, crc64, hugging_face_index, step_dir,
 };
+use shardfast_plan::Replicas;
 use shardfast_store::Store;
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
@@ -324,6 +325,15 @@ fn states_that_are_not_one_state() {
             assert!(error.message.contains(word), "{case}: no {word:?} in {error}");
         }
     }
+    // Ranks that know who holds what meet in another way.
+    let piece = |count| {
+        let body = LeafBody::Object { owner: Owner::Piece { index: 0, count } };
+        let leaf = Leaf { name: LeafName::new("model", "v.piece.0"), body, layout: String::new() };
+        let replicas = Replicas { groups: Vec::new(), leaves: vec![None] };
+        State { replicas: Some(Arc::new(replicas)), ..state(vec![leaf]) }
+    };
+    let error = save_error(vec![piece(1), piece(2)]);
+    assert!(error.message.contains("found piece 0 of 1 on rank 0, piece 0 of 2 on rank 1"), "{error}");
     let mut short = state(good());
     short.providers[0] = vec![Arc::new(vec![0u8; 47])];
     let error = save_error(vec![state(good()), short]);

@@ -78,6 +78,8 @@ pub(crate) struct ReplicaStatus {
     pub(crate) is_proven: bool,
     /// `true` if some rank holds leaves whose replicas every save compares.
     pub(crate) compares_always: bool,
+    /// `true` if ranks share no tensor.
+    pub(crate) shares_nothing: bool,
 }
 
 /// Plan of all ranks, as rank 0 remembers it.
@@ -108,9 +110,10 @@ impl Basis {
 impl GlobalPlan {
     pub(crate) fn new(id: PlanId, basis: Basis, compares_always: bool) -> Arc<GlobalPlan> {
         // Ranks that share nothing have nothing to compare.
-        let is_proven = matches!(&basis, Basis::Claims(claims) if claims.iter().all(Vec::is_empty));
-        let status = Mutex::new(ReplicaStatus { is_proven, compares_always: compares_always && !is_proven });
-        Arc::new(GlobalPlan { id, basis, status, values: Mutex::default() })
+        let shares_nothing = matches!(&basis, Basis::Claims(claims) if claims.iter().all(Vec::is_empty));
+        let compares_always = compares_always && !shares_nothing;
+        let status = ReplicaStatus { is_proven: shares_nothing, compares_always, shares_nothing };
+        Arc::new(GlobalPlan { id, basis, status: Mutex::new(status), values: Mutex::default() })
     }
 
     pub(crate) fn status(&self) -> ReplicaStatus {

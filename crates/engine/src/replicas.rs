@@ -82,6 +82,7 @@ impl Scope {
         match self.prove {
             _ if self.is_alone => "none: one rank holds all",
             Prove::Nothing => "not compared: of each region the lowest rank's copy",
+            _ if plan.status.shares_nothing => "none: no tensor to compare",
             Prove::FirstSave if plan.status.is_proven => "compared by an earlier save",
             Prove::FirstSave | Prove::EverySave => "compared",
         }

@@ -176,3 +176,18 @@ fn what_becomes_a_replica_on_another_rank_is_compared() {
         }
     }
 }
+
+#[test]
+fn a_save_without_tensors_says_that_none_was_compared() {
+    let place = scratch();
+    let layout = Layout::replicas(2);
+    let job = Job::new(layout.clone());
+    let mut only_values = truth(1);
+    only_values.leaves.retain(|name, _| name.key == "extra");
+    let states = || (0..2).map(|rank| only_values.state(&layout, rank, &mut Dice(1))).collect::<Vec<State>>();
+    for name in ["one", "two"] {
+        let url = place.path().join(name).to_str().unwrap().to_owned();
+        let begun = save_as(&job, &url, Prove::FirstSave, states()).unwrap();
+        assert!(begun.iter().all(|pending| pending.report().replicas == "none: no tensor to compare"));
+    }
+}

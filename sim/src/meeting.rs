@@ -676,5 +676,5 @@ enum Next {
 fn has_written(pending: &Pending, topic: &str) -> bool {
     let phases = pending.report().phases_ms;
     let may_wait_for_orders = ["open", "plan", "compare"].iter().any(|stage| topic.ends_with(stage));
-    phases.contains_key("written") || (may_wait_for_orders && !phases.contains_key("planned"))
+    pending.has_written() || (may_wait_for_orders && !phases.contains_key("planned"))
 }

@@ -37,7 +37,9 @@ def loaded(url: object) -> int:
 
 
 def files_below(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    """All files but the records of saves, which may come at any time, by path."""
+    files = (path for path in directory.rglob("*") if path.is_file() and ".telemetry" not in path.parts)
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 # Paths

@@ -47,7 +47,7 @@ impl Listened {
         let begun = Begun { verb, url, step, began, rank, world, storage: &engine.storage };
         let listening = engine.listener.get().map(|listener| listener.begins(&begun));
         if let Some(listening) = &listening {
-            observed.listen(Arc::clone(listening) as Arc<dyn Observer>);
+            observed.listen(&(Arc::clone(listening) as Arc<dyn Observer>));
         }
         Listened { observed, listening, ended: OnceLock::new() }
     }

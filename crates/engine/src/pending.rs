@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_transfer::error::{Error, Kind, Result, panicked};
+use shardfast_transfer::events::Phase;
 use shardfast_transfer::progress::{Progress, Shared, State};
 use shardfast_transfer::report::Report;
 
@@ -108,6 +109,11 @@ impl Pending {
     /// before.
     pub fn committed_notes(&self) -> BTreeMap<String, String> {
         self.shared.lock().committed_notes.clone()
+    }
+
+    /// Returns whether this rank's tensors are written, or their writes have failed.
+    pub fn has_written(&self) -> bool {
+        self.shared.observed.is_over(Phase::Written)
     }
 
     /// Returns the results of the save so far.

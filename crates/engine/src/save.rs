@@ -215,14 +215,15 @@ impl Save<'_> {
         written
     }
 
-    /// Notes that files are durable, and the end of the phase that wrote them, unless they failed.
+    /// Notes that files are durable, and the end of the phase that wrote them, or that it failed.
     fn note_files(&self, written: &BatchOutcome, phase: Phase) {
-        if written.failure.is_none() {
-            for file in &written.shapes {
-                self.progress.note(&Event::Wrote { bytes: file.bytes });
-            }
-            self.progress.ended(phase);
+        if written.failure.is_some() {
+            return self.progress.shared.observed.gave_up(phase);
         }
+        for file in &written.shapes {
+            self.progress.note(&Event::Wrote { bytes: file.bytes });
+        }
+        self.progress.ended(phase);
     }
 
     /// Publishes the files of all ranks, or deletes this rank's files.

@@ -1,8 +1,8 @@
 //! Keeps what saves and loads did on every rank, and tells it.
 //!
-//! [`Telemetry`] listens to an engine: a [`record`] keeps the events of each operation, a [`digest`] of it goes to rank
-//! 0 when the outcome is known, and rank 0 stores those of all ranks as one [`object`] in the directory `.telemetry` of
-//! the run. [`report`] reads these objects, [`verdicts`] say what was slow, where and why, and a [`page`] draws it.
+//! [`Telemetry`] listens to an engine: a record keeps the events of each operation, a digest of it goes to rank 0 when
+//! the outcome is known, and rank 0 stores those of all ranks as one object in the directory `.telemetry` of the run.
+//! [`report()`] reads these objects, verdicts say what was slow, where and why, and a page draws it.
 
 mod digest;
 mod events;

@@ -180,6 +180,7 @@ impl Record {
         let now = || self.began.elapsed();
         self.add(match *event {
             Event::Ended { phase, after } => moment(What::Phase(phase), after),
+            Event::GaveUp { phase, after } => Entry { has_failed: true, ..moment(What::Phase(phase), after) },
             Event::Wrote { bytes } => Entry { bytes, ..moment(What::Wrote, now()) },
             Event::Compared { outcome } => Entry { object: Text::head(outcome), ..moment(What::Compared, now()) },
             Event::PageLock { failure } => {

@@ -2,13 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
+use shardfast_engine::listen::{Begun, Listener, Listening};
 use shardfast_engine::{Destination, Engine, Kind, Prove, State, Timeout, open, save};
 use shardfast_format::Catalog;
 use shardfast_telemetry::report::RunReport;
 use shardfast_telemetry::{Telemetry, report};
+use shardfast_transfer::report::Report;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
@@ -151,4 +154,60 @@ fn a_page_is_written_once_and_names_cannot_end_its_script() {
     let nowhere = dir.path().join("no/page.html");
     assert_eq!(report(place, None, Some(&nowhere), &Timeout::default()).unwrap_err().kind, Kind::Invalid);
     assert_eq!(std::fs::read_to_string(&out).unwrap(), page);
+}
+
+/// A listener that counts events, and those who listen for it.
+#[derive(Default)]
+struct Counting {
+    events: Arc<AtomicUsize>,
+    listening: Mutex<Vec<Weak<Counted>>>,
+}
+
+struct Counted(Arc<AtomicUsize>);
+
+impl Listener for Counting {
+    fn begins(&self, _: &Begun<'_>) -> Arc<dyn Listening> {
+        let counted = Arc::new(Counted(Arc::clone(&self.events)));
+        self.listening.lock().unwrap().push(Arc::downgrade(&counted));
+        counted
+    }
+}
+
+impl shardfast_store::Observer for Counted {
+    fn stored(&self, _: &shardfast_store::Event<'_>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl shardfast_transfer::events::Observer for Counted {
+    fn noted(&self, _: &shardfast_transfer::events::Event<'_>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Listening for Counted {
+    fn says(&self, _: &Report) -> Option<Vec<u8>> {
+        None
+    }
+
+    fn collected(&self, _: Result<Vec<Vec<u8>>, Vec<u32>>, _: &Report) {
+        panic!("nothing was said");
+    }
+}
+
+#[test]
+fn who_keeps_a_save_that_has_ended_keeps_no_events() {
+    let dir = tempfile::tempdir().unwrap();
+    let (counting, engine) = (Arc::new(Counting::default()), engines(1, 0).remove(0));
+    engine.listen(Arc::clone(&counting) as Arc<dyn Listener>);
+    let url = dir.path().join("step-00000001").to_str().unwrap().to_owned();
+    let state = State { catalog: Arc::new(Catalog { leaves: Vec::new() }), providers: Vec::new(), ..State::default() };
+    let destination =
+        Destination { url, step: Some(1), user: BTreeMap::new(), prove: Prove::default(), blocking: true };
+    let pending = save(&engine, destination, state, DEADLINE);
+    pending.committed(None).unwrap();
+    pending.over(DEADLINE);
+    assert!(counting.events.load(Ordering::Relaxed) > 8, "events of phases and of the store");
+    assert!(counting.listening.lock().unwrap().iter().all(|one| one.upgrade().is_none()));
+    assert!(pending.report().phases_ms.contains_key("committed"));
 }

@@ -79,6 +79,13 @@ pub enum Event<'a> {
         /// Time from the request to its end.
         after: Duration,
     },
+    /// A phase has failed on this rank, and does not end.
+    GaveUp {
+        /// Phase that failed.
+        phase: Phase,
+        /// Time from the request to the failure.
+        after: Duration,
+    },
     /// A data file of this rank is written.
     Wrote {
         /// Length of the file, its header included.

@@ -1,6 +1,6 @@
 //! Delivers the events of one save or load: to its report, and to whom listens.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Failures};
@@ -12,7 +12,8 @@ pub struct Observed {
     /// Time of the request.
     pub began: Instant,
     recorder: Recorder,
-    listener: OnceLock<Arc<dyn Observer>>,
+    /// Listener, as long as somebody else holds it: whoever keeps the report of an operation keeps no events.
+    listener: OnceLock<Weak<dyn Observer>>,
 }
 
 impl Default for Observed {
@@ -23,9 +24,13 @@ impl Default for Observed {
 }
 
 impl Observed {
-    /// Delivers all later events to this observer as well. Only the first call counts.
-    pub fn listen(&self, listener: Arc<dyn Observer>) {
-        let _ = self.listener.set(listener);
+    /// Delivers all later events to this observer as well, as long as it is there. Only the first call counts.
+    pub fn listen(&self, listener: &Arc<dyn Observer>) {
+        let _ = self.listener.set(Arc::downgrade(listener));
+    }
+
+    fn listener(&self) -> Option<Arc<dyn Observer>> {
+        self.listener.get().and_then(Weak::upgrade)
     }
 
     /// Notes the end of a phase. In the report only the first end of each counts.
@@ -36,6 +41,16 @@ impl Observed {
     /// Returns whether a phase is over.
     pub fn has_ended(&self, phase: Phase) -> bool {
         self.recorder.has_ended(phase)
+    }
+
+    /// Notes that a phase has failed.
+    pub fn gave_up(&self, phase: Phase) {
+        self.noted(&Event::GaveUp { phase, after: self.began.elapsed() });
+    }
+
+    /// Returns whether a phase is over, or has failed.
+    pub fn is_over(&self, phase: Phase) -> bool {
+        self.recorder.is_over(phase)
     }
 
     /// Returns the number of failures so far, and the last one that is listed.
@@ -52,7 +67,7 @@ impl Observed {
 impl shardfast_store::Observer for Observed {
     fn stored(&self, event: &shardfast_store::Event<'_>) {
         self.recorder.stored(event);
-        if let Some(listener) = self.listener.get() {
+        if let Some(listener) = self.listener() {
             listener.stored(event);
         }
     }
@@ -61,7 +76,7 @@ impl shardfast_store::Observer for Observed {
 impl Observer for Observed {
     fn noted(&self, event: &Event<'_>) {
         self.recorder.noted(event);
-        if let Some(listener) = self.listener.get() {
+        if let Some(listener) = self.listener() {
             listener.noted(event);
         }
     }

@@ -41,6 +41,8 @@ const REQUESTS: [&str; 6] = ["puts", "gets", "asked_again", "heads", "lists", "d
 pub struct Recorder {
     /// Nanoseconds until the end of each phase; 0 while it is not over.
     phases_ns: [AtomicU64; Phase::ALL.len()],
+    /// Phases that have failed, a bit for each.
+    given_up: AtomicU64,
     bytes: AtomicU64,
     files: AtomicU64,
     replicas: OnceLock<&'static str>,
@@ -54,6 +56,7 @@ impl Default for Recorder {
     fn default() -> Recorder {
         Recorder {
             phases_ns: Default::default(),
+            given_up: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             files: AtomicU64::new(0),
             replicas: OnceLock::new(),
@@ -69,6 +72,11 @@ impl Recorder {
     /// Returns whether a phase is over.
     pub fn has_ended(&self, phase: Phase) -> bool {
         self.phases_ns[phase as usize].load(Relaxed) > 0
+    }
+
+    /// Returns whether a phase is over, or has failed.
+    pub fn is_over(&self, phase: Phase) -> bool {
+        self.has_ended(phase) || self.given_up.load(Relaxed) & 1 << phase as u64 != 0
     }
 
     /// Returns the number of failures so far, and the last one that is listed.
@@ -113,6 +121,7 @@ impl Observer for Recorder {
                 let ns = u64::try_from(after.as_nanos()).unwrap_or(u64::MAX).max(1);
                 let _ = self.phases_ns[phase as usize].compare_exchange(0, ns, Relaxed, Relaxed);
             }
+            Event::GaveUp { phase, .. } => _ = self.given_up.fetch_or(1 << phase as u64, Relaxed),
             Event::Wrote { bytes } => {
                 self.files.fetch_add(1, Relaxed);
                 self.bytes.fetch_add(bytes, Relaxed);

@@ -65,7 +65,7 @@ def test_every_save_and_load_of_a_run_is_reported_with_all_ranks(ranks, tmp_path
     ]
     assert [(load["step"], load["outcome"]) for load in report["loads"]] == [(3, "loaded")]
     for operation in (*report["saves"], *report["loads"]):
-        assert operation["unheard"] == []
+        assert operation["not_reporting"] == []
         for phase, times in operation["phases"].items():
             assert len(times) == 2 and all(ms is not None and ms >= 0 for ms in times), phase
     assert {"plan", "copy", "write", "agree", "values", "commit"} <= set(report["saves"][0]["phases"])

@@ -41,9 +41,9 @@ pub(crate) fn text(report: &RunReport) -> String {
 
 fn row(operation: &Operation) -> Vec<String> {
     let some = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
-    let heard = |world: usize| match operation.unheard.len() {
+    let heard = |world: usize| match operation.not_reporting.len() {
         0 => world.to_string(),
-        unheard => format!("{} of {world}", world - unheard),
+        not_reporting => format!("{} of {world}", world - not_reporting),
     };
     vec![
         operation.step.to_string(),

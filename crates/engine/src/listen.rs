@@ -1,4 +1,5 @@
-//! Says what a listener to saves and loads is told, and asked for. Nothing here knows who listens.
+//! Defines the listener of an engine: the events that it gets of saves and loads, and the bytes that each rank sends to
+//! rank 0 for it. The engine does not know what a listener does with them.
 
 use std::sync::Arc;
 use std::time::Instant;

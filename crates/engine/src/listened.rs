@@ -18,7 +18,7 @@ use crate::listen::{Begun, Listener, Listening, SAID_BYTES_MAX, Verb};
 /// Time for which rank 0 waits for what other ranks have to say of an operation that has ended.
 const COLLECTED_WITHIN: Duration = Duration::from_secs(20);
 
-/// One operation of this rank, which somebody may listen to.
+/// Save or load of this rank, with the listener to it if the engine has one.
 pub(crate) struct Listened {
     /// Observer of all that happens in it.
     pub(crate) observed: Arc<Observed>,
@@ -63,8 +63,8 @@ impl Listened {
         is_first
     }
 
-    /// Brings to rank 0 what the listeners of all ranks have to say of an operation that has ended. It waits for other
-    /// ranks: nobody may wait for it.
+    /// Sends this rank's bytes about an operation that has ended to rank 0, whose listener gets those of all ranks. It
+    /// waits for the other ranks, so no call of the user may wait for it.
     pub(crate) fn collect(&self, engine: &Engine) {
         let (Some(listening), Some(Some(number))) = (&self.listening, self.ended.get()) else { return };
         let report = self.observed.report();

@@ -1,4 +1,4 @@
-//! What one rank says of an operation when it has ended: a few hundred bytes.
+//! Says in a few hundred bytes what one rank did in an operation that has ended.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -40,7 +40,7 @@ pub(crate) struct Sum {
     pub(crate) by_duration: [u16; BOUNDS_US.len() + 1],
 }
 
-/// What one rank says of an operation.
+/// Digest of an operation on one rank, which the rank sends to rank 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Digest {
     pub(crate) place: Place,

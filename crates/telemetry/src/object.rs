@@ -1,4 +1,4 @@
-//! What all ranks said of one operation, as the object that rank 0 stores below the run.
+//! Encodes the digests of all ranks as the object that rank 0 stores below the run.
 
 use shardfast_engine::listen::Verb;
 use shardfast_engine::{Error, Result};
@@ -26,7 +26,7 @@ pub(crate) struct Collected {
     pub(crate) writer: String,
     /// Ranks that did not say anything in time, as far as they are known; then no other rank but 0 was heard.
     pub(crate) missing: Vec<u32>,
-    /// What each rank said; `None` for a rank that said nothing.
+    /// Digest of each rank; `None` for a rank that sent none.
     pub(crate) ranks: Vec<Option<Digest>>,
 }
 

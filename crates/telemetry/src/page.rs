@@ -55,14 +55,14 @@ struct Shown<'a> {
     detail: Option<Detail>,
 }
 
-/// What the page shows of an operation as a whole.
+/// Facts of an operation as a whole, as the page shows them.
 #[derive(Serialize)]
 struct Summary<'a> {
     step: u64,
     outcome: &'static str,
     began_unix_ms: Option<u64>,
     world: Option<usize>,
-    unheard: &'a [usize],
+    not_reporting: &'a [usize],
     staged_ms: Option<f64>,
     ended_ms: Option<f64>,
     bytes: u64,
@@ -162,7 +162,7 @@ fn summary(operation: &Operation) -> Summary<'_> {
         outcome: operation.outcome,
         began_unix_ms: operation.began_unix_ms,
         world: operation.world,
-        unheard: &operation.unheard,
+        not_reporting: &operation.not_reporting,
         staged_ms: operation.staged_ms,
         ended_ms: operation.ended_ms,
         bytes: operation.bytes,

@@ -246,6 +246,11 @@ mod tests {
     }
 
     #[test]
+    fn a_record_takes_the_memory_that_is_said() {
+        assert!(size_of::<OnceLock<Entry>>() * ENTRIES_MAX <= 256 << 10, "{}", size_of::<OnceLock<Entry>>());
+    }
+
+    #[test]
     fn operations_are_summed_by_size_and_duration() {
         let record = Record::new();
         [write(LARGE_BYTES, 5), write(LARGE_BYTES - 1, 1), write(2 * LARGE_BYTES, 5_000)]

@@ -21,7 +21,7 @@ const READS: usize = 16;
 /// Unreadable objects that are listed.
 const PROBLEMS_MAX: usize = 16;
 
-/// What the saves and loads of a run did.
+/// Report of the saves and loads of a run.
 #[derive(Debug, Serialize)]
 pub struct RunReport {
     /// Place of the run.
@@ -34,7 +34,7 @@ pub struct RunReport {
     pub unreadable: Vec<String>,
 }
 
-/// What one save or load did.
+/// Report of one save or load.
 #[derive(Debug, Serialize)]
 pub struct Operation {
     /// Training step of the checkpoint.
@@ -45,8 +45,8 @@ pub struct Operation {
     pub began_unix_ms: Option<u64>,
     /// Number of ranks; `None` if nothing was recorded.
     pub world: Option<usize>,
-    /// Ranks of which nothing was heard.
-    pub unheard: Vec<usize>,
+    /// Ranks that sent no digest.
+    pub not_reporting: Vec<usize>,
     /// Time until the state could change, of the slowest rank, in milliseconds.
     pub staged_ms: Option<f64>,
     /// Time until the outcome, of the slowest rank, in milliseconds.
@@ -61,7 +61,7 @@ pub struct Operation {
     pub phases: BTreeMap<&'static str, Vec<Option<f64>>>,
     /// Operations at the storage by kind: number, bytes and time of all ranks.
     pub operations: BTreeMap<&'static str, Operations>,
-    /// What was slow, the most time first.
+    /// Findings about it, the most time first.
     pub verdicts: Vec<Verdict>,
 }
 
@@ -198,7 +198,7 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
         outcome,
         began_unix_ms: Some(collected.began_unix_ms),
         world: Some(collected.ranks.len()),
-        unheard: (0..collected.ranks.len()).filter(|&rank| collected.ranks[rank].is_none()).collect(),
+        not_reporting: (0..collected.ranks.len()).filter(|&rank| collected.ranks[rank].is_none()).collect(),
         staged_ms: staged.and_then(|(_, ms)| largest(&mut ms.iter().flatten().copied())),
         ended_ms: largest(&mut collected.said().map(|said| said.ended_us as f64 / 1e3)),
         bytes: match collected.verb {
@@ -220,7 +220,7 @@ impl Operation {
             outcome,
             began_unix_ms: None,
             world: None,
-            unheard: Vec::new(),
+            not_reporting: Vec::new(),
             staged_ms: None,
             ended_ms: None,
             bytes: 0,

@@ -80,7 +80,7 @@ fn each_save_and_load_of_a_run_is_recorded_with_all_ranks() {
             let times = &operation.phases[word];
             assert!(times.len() == 3 && times.iter().all(Option::is_some), "{word}: {times:?}");
         }
-        assert!(operation.unheard.is_empty() && operation.ended_ms.unwrap() > 0.0, "{operation:?}");
+        assert!(operation.not_reporting.is_empty() && operation.ended_ms.unwrap() > 0.0, "{operation:?}");
     }
     let failed = &report.saves[2].verdicts[0];
     assert_eq!((failed.subject.as_str(), failed.cause), ("all ranks", "failed"));
@@ -106,7 +106,7 @@ fn a_rank_that_says_nothing_is_named_and_the_save_stands() {
     drop(engines.pop());
     saves.iter().for_each(|save| save.over(DEADLINE));
     let save = &read(dir.path()).saves[0];
-    assert_eq!((save.outcome, &save.unheard), ("committed", &vec![1, 2]));
+    assert_eq!((save.outcome, &save.not_reporting), ("committed", &vec![1, 2]));
     let missing = save.verdicts.iter().find(|verdict| verdict.cause == "missing").unwrap();
     assert_eq!(missing.subject, "rank 2");
 }

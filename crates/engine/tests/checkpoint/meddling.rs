@@ -91,7 +91,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Flips a byte and puts it back many times, here and there in the data of each file, until it is told to stop.
+/// Flips bytes of each data file and restores them, again and again, until `is_over` is set.
 fn flip(files: &[(File, u64, u64)], is_over: &AtomicBool) {
     let places = files.iter().flat_map(|(file, start, end)| {
         let step = (end - start).div_ceil(3).next_multiple_of(BLOCK_BYTES) as usize;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +12,9 @@ from .native import cli_main
 
 def main() -> int:
     """Runs the command with this process's arguments; the result is the exit code."""
+    # Ctrl-C ends the process at once: Python's own handler would wait until the command has ended.
+    with contextlib.suppress(ValueError):  # not on the main thread
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     return cli_main(sys.argv, _host)
 
 

@@ -150,6 +150,12 @@ class Session:
     def reserve(self, described: Described) -> None:
         """Makes and page-locks staging memory for what a save of that state copies from devices, in the background."""
 
+    def serve(self, address: str) -> str:
+        """Serves what this process's saves and loads do over HTTP, and returns where others reach it.
+
+        ``address`` is ``host:port``; ranks of a machine serve at ports in a row.
+        """
+
     def overdue(self, patience_s: float) -> tuple[list[str], bool]:
         """A sentence for each operation that has waited longer for ranks, once; whether any waits for ranks."""
 
@@ -237,6 +243,9 @@ class Pending:
     def committed_notes(self) -> dict[str, str]:
         """Shardfast's own notes (``shardfast.…``) of the checkpoint, after the commit; the same on every rank."""
 
+    def moved(self) -> tuple[int, int, int]:
+        """The bytes of this rank's part of the save so far: in all, copied, and taken by the storage."""
+
     def report(self) -> str:
         """The save so far, as JSON."""
 
@@ -253,6 +262,9 @@ class Checkpoint:
     @property
     def leaves(self) -> list[tuple[Any, ...]]:
         """The leaves in the manifest's order."""
+
+    def moved(self) -> tuple[int, int]:
+        """The bytes that this rank's load wants, and those of them that are verified and in place."""
 
     def barrier(self, timeout_s: float) -> None:
         """Waits for all ranks after a step that each makes alone; a rank that refuses fails all."""

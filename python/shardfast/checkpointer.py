@@ -180,6 +180,7 @@ class Checkpointer:
         cast: bool = False,
         only: str | Sequence[str] = (),
         per_rank: str = "error",
+        progress: bool = False,
     ) -> int:
         """Loads the newest committed checkpoint of the run into ``state``, or that of ``step``. Every rank calls it.
 
@@ -206,7 +207,7 @@ class Checkpointer:
             prepared(session, lambda: self._expect_asked(step, older), self._timeout_s)
             checkpoint = native.open(session, native.step_url(self.url, step), timeout_s=self._timeout_s)
             self._expect_of(step, checkpoint)
-            self.restored = fill(session, checkpoint, state, options, self._timeout_s)
+            self.restored = fill(session, checkpoint, state, options, self._timeout_s, progress=progress)
             self._was_restored(step, checkpoint, state, began)
             self._free_from = None
             return step
@@ -225,7 +226,7 @@ class Checkpointer:
             for reason in skipped if session.rank == 0 else ():
                 _log.warning("passed over %s", reason)
             try:
-                self.restored = fill(session, checkpoint, state, options, self._timeout_s)
+                self.restored = fill(session, checkpoint, state, options, self._timeout_s, progress=progress)
             except Corrupt as error:  # the same on every rank
                 if not older:
                     raise

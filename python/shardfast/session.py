@@ -76,6 +76,13 @@ TLS_KEY = "SHARDFAST_TLS_KEY"
 TLS_CA = "SHARDFAST_TLS_CA"
 """The environment variable that names the PEM file of the authority that signed the certificates of all ranks."""
 
+METRICS = "SHARDFAST_METRICS"
+"""The environment variable ``host:port`` at which ranks serve what their saves and loads do, for Prometheus and people.
+
+The ranks of a machine take ports in a row, the first of them this one. Others than those of this machine reach it only
+if the host is theirs to reach: ``0.0.0.0`` is.
+"""
+
 _FAILED = "! "
 """Prefix of the error that a rank without an address publishes in the store."""
 
@@ -84,6 +91,7 @@ _FAILED = "! "
 _sessions: weakref.WeakKeyDictionary[Any, tuple[Session, Invalid | None]] = weakref.WeakKeyDictionary()
 _meetings: weakref.WeakKeyDictionary[Any, _Meeting] = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[Session] = weakref.WeakSet()
+_served: weakref.WeakSet[Session] = weakref.WeakSet()
 _watch: threading.Thread | None = None
 _lock = threading.Lock()
 
@@ -127,7 +135,9 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
         _tell(error, process_group)
         raise
     if found is None:
-        return alone()
+        session = alone()
+        _serve(session)
+        return session
     job, meet = found
     with _lock:
         known = _sessions.get(job)
@@ -140,6 +150,7 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
             known = _sessions[job] = session, problem or other
             _meetings.pop(job, None)
             _warn_of(session)
+            _serve(session)
     session, problem = known
     if problem is not None:
         session.refuse(Invalid.__name__, str(problem), timeout_s)
@@ -228,6 +239,18 @@ def _expect_one_process() -> None:
             f"{ROOT} (rank 0's host and port) and {TOKEN} on all ranks. A process that is in no job of several must "
             "not have WORLD_SIZE in its environment"
         )
+
+
+def _serve(session: Session) -> None:
+    """Serves metrics if the environment asks for it. What prevents that is logged: no save fails for it."""
+    address = os.environ.get(METRICS)
+    if not address or session in _served:
+        return
+    _served.add(session)
+    try:
+        _log.info("rank %d serves http://%s/metrics and /live", session.rank, session.serve(address))
+    except Error as error:
+        _log.warning("%s=%s: no metrics are served: %s", METRICS, address, error)
 
 
 def _warn_of(session: Session) -> None:

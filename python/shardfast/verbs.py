@@ -15,6 +15,7 @@ from .capture.in_flight import Pending, in_flight
 from .collection import paused
 from .errors import Error, Exhausted, Internal, Invalid
 from .nesting import call
+from .progress import shown
 from .session import TELLING_S, TIMEOUT_S, current
 from .session import alone as one_process
 from .state.catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
@@ -254,6 +255,7 @@ def load(
     only: str | Sequence[str] = (),
     per_rank: str = "error",
     pickle: bool = False,
+    progress: bool = False,
     process_group: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> LoadPlan:
@@ -281,6 +283,7 @@ def load(
             ``"rank0"`` gives every rank what rank 0 saved. ``"index"`` gives rank *i* what rank *i* modulo the number
             of saving ranks saved.
         pickle: Load pickles, which can run any code.
+        progress: Draw a line with the bytes of rank 0's part on its standard error, if that is a terminal.
         process_group: As in :func:`save`.
         timeout_s: How long ranks wait for each other, in seconds.
 
@@ -302,7 +305,7 @@ def load(
         timeout_s,
     )
     checkpoint = native.open(session, place, timeout_s=timeout_s)
-    return fill(session, checkpoint, state, options, timeout_s)
+    return fill(session, checkpoint, state, options, timeout_s, progress=progress)
 
 
 @paused
@@ -346,11 +349,12 @@ def fill(
     timeout_s: float,
     *,
     peer_reads: str = "auto",
+    progress: bool = False,
 ) -> LoadPlan:
     """Loads an open checkpoint into ``state``; every rank of the session calls it. See :func:`load`.
 
     ``peer_reads`` is ``"always"`` if one rank reads the bytes that several ranks want, ``"never"`` if each reads for
-    itself, else the engine decides by where the storage is.
+    itself, else the engine decides by where the storage is. ``progress`` is as in :func:`load`.
     """
     match = _matched(session, checkpoint, state, options, timeout_s)
     match.plan.expect_no_problems()
@@ -358,7 +362,8 @@ def fill(
     in_flight.release("a checkpoint was loaded since")
     installation = match.installation
     bound = prepared(session, installation.bind, timeout_s)
-    encoded, traffic = checkpoint.load(bound.wants, bound.values, timeout_s, _streams(bound.devices), peer_reads)
+    with shown(f"load {checkpoint.url}", checkpoint.moved, progress and session.rank == 0):
+        encoded, traffic = checkpoint.load(bound.wants, bound.values, timeout_s, _streams(bound.devices), peer_reads)
     match.plan.add(traffic)
     # Each rank makes its values alone: an error of one fails all, before any rank has changed.
     prepared(session, functools.partial(installation.make, encoded), timeout_s)

@@ -129,6 +129,19 @@ pub(crate) enum Command {
         #[arg(long, value_name = "PAGE.html")]
         out: Option<PathBuf>,
     },
+    /// Show what a job saves and loads now, again and again, or the last saves and loads of a run
+    #[command(after_help = EXIT_CODES)]
+    Top {
+        /// http://host:port of rank 0, as SHARDFAST_METRICS says it; or a run
+        #[arg(value_name = "http://HOST:PORT|URL")]
+        target: String,
+        /// Seconds from one look to the next
+        #[arg(long, value_name = "SECONDS", value_parser = pause, default_value = "1")]
+        every: Duration,
+        /// Look once, as without a terminal
+        #[arg(long)]
+        once: bool,
+    },
     /// Move the steps of a run behind one out of its way, to a run of their own below it; deletes nothing
     #[command(after_help = EXIT_CODES)]
     Rewind {
@@ -230,6 +243,12 @@ impl std::fmt::Display for Seconds {
 fn timeout(text: &str) -> Result<Seconds, String> {
     let seconds = text.parse().map_err(|_| "expected a number of seconds, such as 600".to_owned())?;
     Timeout::seconds(seconds).map(Seconds)
+}
+
+/// Parses the pause between two looks: a tenth of a second to a day.
+fn pause(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds| (0.1..=86_400.0).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "expected a number of seconds from 0.1 to 86400".to_owned())
 }
 
 /// Parses bytes: a number with `B`, `KB`, `MB`, `GB`, `TB` (powers of 1000), `KiB`, `MiB`, `GiB`, `TiB` (of 1024) or

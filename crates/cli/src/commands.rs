@@ -15,8 +15,11 @@ use shardfast_tools::{
 
 use crate::args::Command;
 use crate::doctor::{Host, Report};
-use crate::text::{count, plain, size};
-use crate::{FINE, FOUND, describe, exit_code, interval, report};
+use crate::text::{bar, count, plain, size};
+use crate::{FINE, FOUND, describe, exit_code, interval, report, top};
+
+/// Width of a progress bar: beside its figures it fits into 80 columns.
+const BAR_CELLS: usize = 30;
 
 /// The output of a command.
 pub(crate) struct Outcome {
@@ -86,6 +89,7 @@ pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Hos
             }
             Ok(outcome(text, &report, FINE))
         }
+        Command::Top { target, every, once } => top::run(&target, every, once, timeout),
         Command::Rewind { url, to } => {
             let rewound = rewind(&url, to.saturating_add(1), timeout)?;
             Ok(outcome(describe::rewound(&rewound), &rewound, FINE))
@@ -150,7 +154,7 @@ fn opened(url: &str, timeout: &Timeout) -> Result<(Located, Checkpoint)> {
     Ok((located, checkpoint))
 }
 
-fn outcome(text: String, json: &impl Serialize, exit_code: i32) -> Outcome {
+pub(crate) fn outcome(text: String, json: &impl Serialize, exit_code: i32) -> Outcome {
     let mut json = serde_json::to_string_pretty(json).expect("reports have text keys and finite numbers only");
     json.push('\n');
     Outcome { text, json, exit_code }
@@ -215,7 +219,8 @@ impl Progress {
         let thousandths = (done as f64 / total.max(1) as f64 * 1000.0) as u64;
         if self.is_shown && self.last.swap(thousandths, Ordering::Relaxed) != thousandths {
             let mut stderr = std::io::stderr().lock();
-            let _ = write!(stderr, "\r\x1b[K{} {} of {}", self.verb, (self.unit)(done), (self.unit)(total));
+            let bar = bar(done as f64 / total.max(1) as f64, BAR_CELLS);
+            let _ = write!(stderr, "\r\x1b[K{} {bar} {} of {}", self.verb, (self.unit)(done), (self.unit)(total));
             let _ = stderr.flush();
         }
     }

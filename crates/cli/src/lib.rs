@@ -10,6 +10,7 @@ mod doctor;
 mod interval;
 mod report;
 mod text;
+mod top;
 
 use std::ffi::OsString;
 use std::io::{self, Write};

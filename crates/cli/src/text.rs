@@ -20,6 +20,12 @@ pub(crate) fn size(bytes: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
+/// Draws a bar of that many cells, a share of which is full: `[###...]`.
+pub(crate) fn bar(share: f64, cells: usize) -> String {
+    let full = ((share.clamp(0.0, 1.0) * cells as f64).round() as usize).min(cells);
+    format!("[{}{}]", "#".repeat(full), ".".repeat(cells - full))
+}
+
 /// Formats a count: `1 leaf`, `2 leaves`.
 pub(crate) fn count(n: u64, one: &str, many: &str) -> String {
     if n == 1 { format!("1 {one}") } else { format!("{n} {many}") }

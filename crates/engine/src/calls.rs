@@ -17,6 +17,7 @@
 //! are at one number, or the next mismatch shows who is behind.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -56,6 +57,19 @@ struct Waiting {
     call: Arc<CallId>,
     since: Instant,
     is_told: bool,
+}
+
+/// A call of this rank that waits for other ranks to make it.
+#[derive(Clone, Debug)]
+pub struct Waits {
+    /// Description of the call; empty for one that failed on this rank.
+    pub call: String,
+    /// Time that it has waited.
+    pub waited: Duration,
+    /// Ranks that have certainly not come.
+    pub ranks: Vec<u32>,
+    /// Runs of other ranks, of which at least one has not come if `ranks` is empty.
+    pub among: Vec<Range<u32>>,
 }
 
 /// Number of calls that each rank has left out since all ranks last met.
@@ -158,6 +172,20 @@ impl Calls {
             Some(format!("{what}: {who} after {:.0} s", waited.as_secs_f64()))
         };
         (overdue.into_iter().filter_map(text).collect(), waits)
+    }
+}
+
+impl Calls {
+    /// Returns the calls that wait for other ranks.
+    pub(crate) fn waiting(&self, absent: impl Fn(u64) -> Absent) -> Vec<Waits> {
+        let state = self.state();
+        let calls: Vec<_> = state.waiting.values().map(|one| (Arc::clone(&one.call), one.since.elapsed())).collect();
+        drop(state);
+        let waits = |(call, waited): (Arc<CallId>, Duration)| {
+            let Absent { ranks, among } = absent(call.number());
+            Waits { call: call.what.clone(), waited, ranks, among }
+        };
+        calls.into_iter().map(waits).collect()
     }
 }
 

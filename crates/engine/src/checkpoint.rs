@@ -11,7 +11,7 @@ use shardfast_transfer::error::{Error, Kind, Result, retry};
 use shardfast_transfer::events::Phase;
 use shardfast_transfer::observed::Observed;
 use shardfast_transfer::reader::Files;
-use shardfast_transfer::report::Report;
+use shardfast_transfer::report::{Moved, Report};
 use shardfast_transfer::timeout::Timeout;
 
 use crate::commit;
@@ -172,6 +172,11 @@ impl Checkpoint {
     /// Returns the report of the load so far; `None` for a checkpoint that a single rank has opened.
     pub fn report(&self) -> Option<Report> {
         self.load.as_ref().map(|(load, _)| load.observed.report())
+    }
+
+    /// Returns the bytes that the load has moved so far; `None` for a checkpoint that a single rank has opened.
+    pub fn moved(&self) -> Option<Moved> {
+        self.load.as_ref().map(|(load, _)| load.observed.moved())
     }
 
     /// Notes that the load has failed, if it has.

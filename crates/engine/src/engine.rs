@@ -174,6 +174,11 @@ impl Engine {
         &self.timeout
     }
 
+    /// Returns the name or address at which the other ranks can reach this process.
+    pub fn host(&self) -> &str {
+        self.coord.host()
+    }
+
     /// Returns this rank's number.
     pub fn rank(&self) -> u32 {
         self.coord.rank()

@@ -34,6 +34,7 @@ pub mod save;
 pub mod state;
 pub mod stream;
 
+pub use calls::Waits;
 pub use checkpoint::{Checkpoint, MatchSummary, open};
 pub use engine::{Engine, SAVE_MAX};
 pub use locate::{Located, absolute_url, locate, locate_all};
@@ -53,7 +54,7 @@ pub use shardfast_transfer::error::{Error, Kind, Result};
 pub use shardfast_transfer::host::row_major_strides;
 pub use shardfast_transfer::memory::staging_bytes_default;
 pub use shardfast_transfer::provider::{Evidence, Fence, Fences, Memory, Provider, SAMPLE_BYTES, Sample, Strided};
-pub use shardfast_transfer::report::Report;
+pub use shardfast_transfer::report::{Moved, Report};
 pub use shardfast_transfer::sink::{Sink, Want};
 pub use shardfast_transfer::timeout::{TIMEOUT, Timeout};
 pub use shardfast_transfer::{error, staging};

@@ -2,10 +2,10 @@
 //! rank 0 for it. The engine does not know what a listener does with them.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use shardfast_store::Shared;
 use shardfast_transfer::events::Observer;
+use shardfast_transfer::observed::Observed;
 use shardfast_transfer::report::Report;
 
 /// Largest text that a listener may send, in bytes.
@@ -29,8 +29,8 @@ pub struct Begun<'a> {
     pub url: &'a str,
     /// Training step of the checkpoint, if it is known.
     pub step: Option<u64>,
-    /// Time of the request.
-    pub began: Instant,
+    /// Observer of all that happens in it, which also knows what has happened so far.
+    pub observed: &'a Arc<Observed>,
     /// Number of this rank.
     pub rank: u32,
     /// Number of ranks.

@@ -43,8 +43,7 @@ impl Listened {
         (url, step): (&str, Option<u64>),
     ) -> Listened {
         let (rank, world) = (engine.rank(), engine.world());
-        let began = observed.began;
-        let begun = Begun { verb, url, step, began, rank, world, storage: &engine.storage };
+        let begun = Begun { verb, url, step, observed: &observed, rank, world, storage: &engine.storage };
         let listening = engine.listener.get().map(|listener| listener.begins(&begun));
         if let Some(listening) = &listening {
             observed.listen(&(Arc::clone(listening) as Arc<dyn Observer>));

@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use shardfast_transfer::error::Result;
-use shardfast_transfer::events::Phase;
+use shardfast_transfer::events::{Event, Phase};
 use shardfast_transfer::sink::Want;
 
 use crate::checkpoint::Checkpoint;
@@ -48,6 +48,8 @@ impl Checkpoint {
         let route = peers::agree_route(&operation, self, peer_reads, &plan, (wants, values), carrier);
         let route = self.noted(route)?;
         self.ended(Phase::Agreed);
+        let values_bytes = plan.iter().flat_map(|plan| &plan.values_bytes).map(|&bytes| bytes as u64).sum::<u64>();
+        self.files.moves(&Event::Expects { bytes: values_bytes.saturating_add(self.bytes_wanted(wants)) });
         let outcome = route.read(&operation, self, plan, wants);
         self.ended(Phase::Read);
         self.noted(peers::agree_done(&operation, outcome))

@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use shardfast_coord::{Error as Coord, Failure, NOT_CONTRIBUTED};
 use shardfast_transfer::error::{Error, Kind, Result};
 
-use crate::calls::{self, Call, CallReport, Verdict, overtaken, too_late};
+use crate::calls::{self, Call, CallReport, Verdict, Waits, overtaken, too_late};
 use crate::engine::Engine;
 
 /// Marks an error that rank 0 decided for all ranks, as opposed to a failure of rank 0 itself.
@@ -39,6 +39,11 @@ impl Engine {
     /// that have not called it, as far as this rank knows them; and whether any operation waits for ranks.
     pub fn overdue(&self, patience: Duration) -> (Vec<String>, bool) {
         self.calls.overdue(patience, |number| self.coord.absent(&topic(number, OPEN)))
+    }
+
+    /// Returns the calls of this rank that wait for other ranks.
+    pub fn waits(&self) -> Vec<Waits> {
+        self.calls.waiting(|number| self.coord.absent(&topic(number, OPEN)))
     }
 
     /// Takes part in the next operation with a failure: it fails on every rank with this rank's reason.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use shardfast_transfer::error::{Error, Kind, Result, panicked};
 use shardfast_transfer::events::Phase;
 use shardfast_transfer::progress::{Progress, Shared, State};
-use shardfast_transfer::report::Report;
+use shardfast_transfer::report::{Moved, Report};
 
 use crate::background::{self, Background};
 
@@ -114,6 +114,11 @@ impl Pending {
     /// Returns whether this rank's tensors are written, or their writes have failed.
     pub fn has_written(&self) -> bool {
         self.shared.observed.is_over(Phase::Written)
+    }
+
+    /// Returns the bytes that the save has moved so far.
+    pub fn moved(&self) -> Moved {
+        self.shared.observed.moved()
     }
 
     /// Returns the results of the save so far.

@@ -122,6 +122,12 @@ impl Checkpoint {
         self.leaves.clone_ref(py)
     }
 
+    /// Returns the bytes that this rank's load wants, and those of them that are verified and in place.
+    fn moved(&self) -> PyResult<(u64, u64)> {
+        let moved = self.checkpoint.get()?.moved().unwrap_or_default();
+        Ok((moved.bytes, moved.copied))
+    }
+
     /// Waits for all ranks, after a step of a load that each makes alone; a rank that refuses fails all.
     fn barrier(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         let timeout = seconds(timeout_s)?;

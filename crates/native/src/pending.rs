@@ -122,6 +122,12 @@ impl Pending {
         Ok(self.pending.get()?.committed_notes())
     }
 
+    /// Returns the bytes of this rank's part of the save so far: in all, copied, and taken by the storage.
+    fn moved(&self) -> PyResult<(u64, u64, u64)> {
+        let moved = self.pending.get()?.moved();
+        Ok((moved.bytes, moved.copied, moved.stored))
+    }
+
     /// Returns the results of the save so far, as JSON.
     fn report(&self) -> PyResult<String> {
         serde_json::to_string(&self.pending.get()?.report()).map_err(|error| invalid(error.to_string()))

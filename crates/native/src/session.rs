@@ -7,6 +7,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use shardfast_coord::grpc::{self, Membership, Tls};
 use shardfast_coord::{Coord, Topology};
+use shardfast_engine::listen::Listener;
 use shardfast_engine::{Engine, Error, of_ranks, staging_bytes_default};
 use shardfast_telemetry::Telemetry;
 
@@ -96,7 +97,7 @@ impl Place {
         let local_rank = coord.rank() % local_world.max(1);
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
         let session = Session::new(coord, staging_bytes, local_rank)?;
-        Ok(Session { is_whole_job, ..session })
+        Ok(Session { is_whole_job, local_world, ..session })
     }
 }
 
@@ -108,6 +109,9 @@ fn joined() -> PyErr {
 #[pyclass(frozen, weakref, module = "shardfast._native")]
 pub(crate) struct Session {
     engine: Own<Arc<Engine>>,
+    telemetry: Arc<Telemetry>,
+    /// Number of this job's ranks on this machine.
+    local_world: u32,
     is_whole_job: bool,
 }
 
@@ -115,8 +119,10 @@ impl Session {
     /// Makes the session of a rank that is number `local_rank` among those of its machine.
     fn new(coord: Arc<dyn Coord>, staging_bytes: u64, local_rank: u32) -> PyResult<Session> {
         let engine = Engine::new(coord, staging_bytes).map_err(raise)?;
-        engine.listen(Arc::new(Telemetry::new(u16::try_from(local_rank).ok(), std::env::var_os(EVENTS))));
-        Ok(Session { engine: Own::new("this job's session", engine), is_whole_job: true })
+        let telemetry = Arc::new(Telemetry::new(u16::try_from(local_rank).ok(), std::env::var_os(EVENTS)));
+        engine.listen(Arc::clone(&telemetry) as Arc<dyn Listener>);
+        let engine = Own::new("this job's session", engine);
+        Ok(Session { engine, telemetry, local_world: 1, is_whole_job: true })
     }
 
     /// Returns whether none of the job's ranks is left out.
@@ -154,6 +160,13 @@ impl Session {
     #[getter]
     fn staging_bytes(&self) -> PyResult<u64> {
         Ok(self.engine()?.staging_bytes())
+    }
+
+    /// Serves what saves and loads of this process do over HTTP at `host:port`, moved by as many ports as this rank's
+    /// number among the ranks of its machine. Returns the address at which others reach it.
+    fn serve(&self, py: Python<'_>, address: &str) -> PyResult<String> {
+        let engine = self.engine()?;
+        py.detach(|| self.telemetry.serve(engine, address, self.local_world)).map_err(raise)
     }
 
     /// Makes and page-locks staging memory for what a save of that state copies from devices, in the background.

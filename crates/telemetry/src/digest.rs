@@ -13,6 +13,9 @@ use crate::text::Text;
 /// Bytes of a machine's name that are kept.
 const MACHINE_BYTES: usize = 40;
 
+/// Bytes of an address that are kept.
+const ADDRESS_BYTES: usize = 64;
+
 /// Bytes that texts take at most in each of the two last tries to fit into a message.
 const FAILURE_BYTES: usize = 160;
 
@@ -58,6 +61,8 @@ pub(crate) struct Digest {
     /// Object of the longest operation at the store.
     pub(crate) slowest: String,
     pub(crate) is_page_locked: bool,
+    /// Address at which the rank tells what it does, `host:port`; empty if it does not.
+    pub(crate) address: String,
 }
 
 impl Digest {
@@ -91,6 +96,7 @@ impl Digest {
             paused_us: u64::try_from(paused.as_micros()).unwrap_or(u64::MAX),
             slowest: slowest.map(|(_, object)| object.as_str().to_owned()).unwrap_or_default(),
             is_page_locked: report.page_lock_failure.is_none(),
+            address: String::new(),
         }
     }
 
@@ -101,6 +107,7 @@ impl Digest {
                 machine: Text::<MACHINE_BYTES>::head(&self.place.machine).as_str().to_owned(),
                 ..self.place.clone()
             },
+            address: Text::<ADDRESS_BYTES>::head(&self.address).as_str().to_owned(),
             failure: Text::<FAILURE_BYTES>::head(&self.failure).as_str().chars().take(failure).collect(),
             ..self.clone()
         };

@@ -61,7 +61,7 @@ impl Lines {
     /// Appends all events of an operation in one write, so that those of several processes do not mix. What cannot be
     /// written is left out: no operation fails for it.
     pub(crate) fn append(&self, operation: &Operation) {
-        let (entries, left_out) = operation.record.entries();
+        let (entries, left_out) = operation.running.record.entries();
         let mut text = Vec::new();
         for entry in entries {
             let line = line(operation, entry, left_out);
@@ -87,10 +87,10 @@ fn line<'a>(operation: &'a Operation, entry: &'a Entry, left_out: usize) -> Line
     };
     let is_outcome = matches!(entry.what, What::Outcome);
     Line {
-        operation: word(operation.verb),
-        url: &operation.url,
+        operation: word(operation.running.verb),
+        url: &operation.running.url,
         rank: operation.rank,
-        began_unix_ms: operation.began_unix_ms,
+        began_unix_ms: operation.running.began_unix_ms,
         event,
         at_ms: ms(entry.at),
         took_ms: ms(entry.took),
@@ -99,7 +99,7 @@ fn line<'a>(operation: &'a Operation, entry: &'a Entry, left_out: usize) -> Line
         bytes: entry.bytes,
         attempt,
         failed: entry.has_failed,
-        failure: operation.record.failure().filter(|_| is_outcome),
+        failure: operation.running.record.failure().filter(|_| is_outcome),
         left_out: (is_outcome && left_out > 0).then_some(left_out),
     }
 }

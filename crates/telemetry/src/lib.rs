@@ -2,43 +2,54 @@
 //!
 //! [`Telemetry`] listens to an engine: a record keeps the events of each operation, a digest of it goes to rank 0 when
 //! the outcome is known, and rank 0 stores those of all ranks as one object in the directory `.telemetry` of the run.
-//! [`report()`] reads these objects, verdicts say what was slow, where and why, and a page draws it.
+//! [`report()`] reads these objects, verdicts say what was slow, where and why, and a page draws it. While the job
+//! runs, a process [serves](Telemetry::serve) what it does.
 
 mod digest;
 mod events;
+pub mod live;
+mod metrics;
 mod object;
 mod page;
 mod record;
 pub mod report;
+mod serve;
 mod text;
 mod verdicts;
 
 use std::ffi::OsString;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
-use std::sync::{Arc, Mutex};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use shardfast_engine::Timeout;
-use shardfast_engine::listen::{Begun, Listener, Listening, Verb};
+use shardfast_engine::listen::{Begun, Listener, Listening};
+use shardfast_engine::{Engine, Result, Timeout};
 use shardfast_format::{TELEMETRY, parse_step_dir};
 use shardfast_store::{Shared, split};
-use shardfast_transfer::events::Observer;
+use shardfast_transfer::events::{Event, Observer};
 use shardfast_transfer::report::Report;
 
 use digest::Digest;
 pub use digest::Place;
 use events::Lines;
+use live::{Live, Running};
 use object::Collected;
 use record::Record;
+pub use serve::ask;
 pub use verdicts::Verdict;
 
 /// Version of the program, as objects name it.
 const WRITER: &str = concat!("shardfast ", env!("CARGO_PKG_VERSION"));
 
+/// What this process serves, once a session of it does.
+static SERVED: Mutex<Option<(Arc<Live>, u32)>> = Mutex::new(None);
+
 /// Listener to an engine, which keeps what its saves and loads do.
 pub struct Telemetry {
     place: Place,
     lines: Option<Arc<Lines>>,
+    live: OnceLock<Arc<Live>>,
     spare: Arc<Spare>,
 }
 
@@ -51,25 +62,75 @@ impl Telemetry {
     pub fn new(local_rank: Option<u16>, lines: Option<OsString>) -> Telemetry {
         let machine = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let lines = lines.map(|path| Arc::new(Lines::new(path)));
-        Telemetry { place: Place { machine, local_rank }, lines, spare: Arc::new(Mutex::new(Some(Record::new()))) }
+        Telemetry {
+            place: Place { machine, local_rank },
+            lines,
+            live: OnceLock::new(),
+            spare: Arc::new(Mutex::new(Some(Record::new(Instant::now())))),
+        }
+    }
+
+    /// Serves `/metrics` and `/live` at the address `host:port`, moved by as many ports as the rank's number among the
+    /// `local_world` ranks of this machine; returns where. A process serves once: what other engines of it do is told
+    /// there, too.
+    ///
+    /// # Errors
+    /// `Invalid` for another text; `Unavailable` when the port is taken; `Exhausted` when there is no thread.
+    pub fn serve(&self, engine: &Arc<Engine>, address: &str, local_world: u32) -> Result<String> {
+        let mut served = SERVED.lock().unwrap_or_else(PoisonError::into_inner);
+        // A forked process has its parent's memory, but not the thread that serves.
+        if let Some((live, _)) = served.as_ref().filter(|(_, process)| *process == std::process::id()) {
+            live.attach(engine);
+            let _ = self.live.set(Arc::clone(live));
+            return Ok(live.address.clone());
+        }
+        let local_rank = self.place.local_rank.unwrap_or_default();
+        let (listener, bound) = serve::listen(serve::address(address, local_rank)?)?;
+        let seen = serve::seen_from_outside(bound, engine.host());
+        let live = Arc::new(Live::new(engine, self.place.clone(), seen.clone()));
+        let is_in_a_row = !address.ends_with(":0");
+        if engine.rank() == 0 && is_in_a_row {
+            for other in 1..local_world.min(engine.world()) {
+                if let Some(port) = u16::try_from(other).ok().and_then(|other| bound.port().checked_add(other)) {
+                    let ip = if bound.ip().is_unspecified() { Ipv4Addr::LOCALHOST.into() } else { bound.ip() };
+                    live.found(other, &SocketAddr::new(ip, port).to_string());
+                }
+            }
+        }
+        serve::serve(listener, Arc::clone(&live))?;
+        let _ = self.live.set(Arc::clone(&live));
+        *served = Some((live, std::process::id()));
+        Ok(seen)
     }
 }
 
 impl Listener for Telemetry {
     fn begins(&self, begun: &Begun<'_>) -> Arc<dyn Listening> {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let spare = self.spare.lock().ok().and_then(|mut spare| spare.take());
-        let mut record = spare.unwrap_or_else(Record::new);
-        record.began = begun.began;
-        Arc::new(Operation {
-            record,
-            spare: Arc::clone(&self.spare),
+        let began = begun.observed.began;
+        let mut record = spare.unwrap_or_else(|| Record::new(began));
+        record.began = began;
+        let run = run_of(begun.url);
+        let running = Arc::new(Running {
             verb: begun.verb,
-            run: run_of(begun.url),
             url: without_secrets(begun.url),
+            step: begun.step.or_else(|| run.as_ref().map(|(_, step)| *step)),
+            began,
+            began_unix_ms: since_1970().as_millis() as u64,
+            observed: Arc::downgrade(begun.observed),
+            record: Arc::new(record),
+        });
+        let live = self.live.get().cloned();
+        if let Some(live) = &live {
+            live.begin(&running);
+        }
+        Arc::new(Operation {
+            running,
+            live,
+            spare: Arc::clone(&self.spare),
+            run,
             rank: begun.rank,
             world: begun.world,
-            began_unix_ms: now.as_millis() as u64,
             place: self.place.clone(),
             lines: self.lines.clone(),
             storage: Arc::clone(begun.storage),
@@ -79,16 +140,13 @@ impl Listener for Telemetry {
 
 /// A save or load on this rank.
 struct Operation {
-    record: Record,
+    running: Arc<Running>,
+    live: Option<Arc<Live>>,
     spare: Arc<Spare>,
-    verb: Verb,
     /// Run and step of the checkpoint; `None` for a checkpoint of no run.
     run: Option<(String, u64)>,
-    /// Place of the checkpoint, as it may be shown.
-    url: String,
     rank: u32,
     world: u32,
-    began_unix_ms: u64,
     place: Place,
     lines: Option<Arc<Lines>>,
     storage: Arc<Shared>,
@@ -96,42 +154,74 @@ struct Operation {
 
 impl shardfast_store::Observer for Operation {
     fn stored(&self, event: &shardfast_store::Event<'_>) {
-        self.record.stored(event);
+        self.running.record.stored(event);
     }
 }
 
 impl Observer for Operation {
-    fn noted(&self, event: &shardfast_transfer::events::Event<'_>) {
-        self.record.noted(event);
+    fn noted(&self, event: &Event<'_>) {
+        self.running.record.noted(event);
+        if let (Event::Outcome { failure, after, .. }, Some(live)) = (event, &self.live) {
+            live.end(&self.running, Some((*after, failure.map(|error| error.message.clone()))));
+        }
+    }
+}
+
+impl Drop for Operation {
+    /// Takes an operation without an outcome out of those that run.
+    fn drop(&mut self) {
+        if let Some(live) = &self.live {
+            live.end(&self.running, None);
+        }
+    }
+}
+
+impl Operation {
+    fn digest(&self, report: &Report) -> Digest {
+        let address = self.live.as_ref().map(|live| live.address.clone()).unwrap_or_default();
+        Digest { address, ..Digest::new(&self.place, &self.running.record, report) }
+    }
+
+    /// Notes where other ranks tell what they do, if rank 0 can reach them there.
+    fn found(&self, ranks: &[Option<Digest>]) {
+        let Some(live) = &self.live else { return };
+        for (rank, said) in (0..).zip(ranks) {
+            let Some(said) = said else { continue };
+            let is_loopback = said.address.parse().is_ok_and(|address: SocketAddr| address.ip().is_loopback());
+            if !is_loopback || said.place.machine == self.place.machine {
+                live.found(rank, &said.address);
+            }
+        }
     }
 }
 
 impl Listening for Operation {
     fn says(&self, report: &Report) -> Option<Vec<u8>> {
         if let Ok(mut spare) = self.spare.lock() {
-            spare.get_or_insert_with(Record::new);
+            spare.get_or_insert_with(|| Record::new(Instant::now()));
         }
         if let Some(lines) = &self.lines {
             lines.append(self);
         }
-        self.run.as_ref().map(|_| Digest::new(&self.place, &self.record, report).encode())
+        self.run.as_ref().map(|_| self.digest(report).encode())
     }
 
-    fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, report: &Report) {
+    fn collected(&self, said: std::result::Result<Vec<Vec<u8>>, Vec<u32>>, report: &Report) {
         let Some((run, step)) = &self.run else { return };
-        let (ranks, missing) = match said {
+        let (ranks, missing): (Vec<Option<Digest>>, _) = match said {
             Ok(said) => (said.iter().map(|said| Digest::decode(said)).collect(), Vec::new()),
             // What the others said is lost, but rank 0 has its own.
             Err(missing) => {
                 let mut ranks = vec![None; self.world as usize];
-                ranks[0] = Some(Digest::new(&self.place, &self.record, report));
+                ranks[0] = Some(self.digest(report));
                 (ranks, missing)
             }
         };
+        self.found(&ranks);
         let collected = Collected {
-            verb: self.verb,
+            verb: self.running.verb,
             step: *step,
-            began_unix_ms: self.began_unix_ms,
+            began_unix_ms: self.running.began_unix_ms,
             writer: WRITER.to_owned(),
             missing,
             ranks,
@@ -155,7 +245,7 @@ pub fn report(
     step: Option<u64>,
     out: Option<&Path>,
     timeout: &Timeout,
-) -> shardfast_engine::Result<(report::RunReport, Option<usize>)> {
+) -> Result<(report::RunReport, Option<usize>)> {
     let (report, collected) = report::read_run(url, step, timeout)?;
     let Some(out) = out else { return Ok((report, None)) };
     let page = page::page(&report, &collected)?;
@@ -167,6 +257,11 @@ pub fn report(
 fn run_of(url: &str) -> Option<(String, u64)> {
     let (run, name) = split(url)?;
     Some((run, parse_step_dir(&name)?))
+}
+
+/// Returns the time by this machine's clock.
+fn since_1970() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 /// Returns a URL without what may be secret: its query, and a user in front of its host.

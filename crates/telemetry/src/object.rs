@@ -187,6 +187,7 @@ impl Collected {
                 paused_us: paused[rank],
                 slowest: slowest.remove(&rank).unwrap_or_default(),
                 is_page_locked: locked[rank] != 0,
+                address: String::new(),
             })
         };
         let ranks = (0..rows).map(&mut digest).collect();
@@ -240,6 +241,7 @@ pub(crate) mod tests {
             paused_us: 20,
             slowest: "model/a.safetensors".to_owned(),
             is_page_locked: rank != 0,
+            address: String::new(),
         };
         let ranks = (0..world).map(|rank| (rank != 2).then(|| digest(rank))).collect();
         let writer = "shardfast 0.1.0".to_owned();

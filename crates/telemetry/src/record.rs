@@ -116,9 +116,10 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    pub(crate) fn new() -> Record {
+    /// Makes the record of an operation that began at `began`.
+    pub(crate) fn new(began: Instant) -> Record {
         Record {
-            began: Instant::now(),
+            began,
             entries: (0..ENTRIES_MAX).map(|_| OnceLock::new()).collect(),
             next: AtomicUsize::new(0),
             sums: Default::default(),
@@ -179,6 +180,7 @@ impl Record {
         };
         let now = || self.began.elapsed();
         self.add(match *event {
+            Event::Expects { .. } | Event::Copied { .. } => return,
             Event::Ended { phase, after } => moment(What::Phase(phase), after),
             Event::GaveUp { phase, after } => Entry { has_failed: true, ..moment(What::Phase(phase), after) },
             Event::Wrote { bytes } => Entry { bytes, ..moment(What::Wrote, now()) },
@@ -231,7 +233,7 @@ mod tests {
 
     #[test]
     fn an_event_takes_no_memory_and_a_surplus_is_counted() {
-        let record = Record::new();
+        let record = Record::new(Instant::now());
         let event = write(8, 5);
         let counted = allocation_counter::measure(|| {
             for _ in 0..ENTRIES_MAX + 10 {
@@ -252,7 +254,7 @@ mod tests {
 
     #[test]
     fn operations_are_summed_by_size_and_duration() {
-        let record = Record::new();
+        let record = Record::new(Instant::now());
         [write(LARGE_BYTES, 5), write(LARGE_BYTES - 1, 1), write(2 * LARGE_BYTES, 5_000)]
             .iter()
             .for_each(|event| record.stored(event));

@@ -86,6 +86,16 @@ pub enum Event<'a> {
         /// Time from the request to the failure.
         after: Duration,
     },
+    /// This rank is about to move bytes: those of a save's data files, or those that a load wants.
+    Expects {
+        /// Number of bytes, beside those of earlier events.
+        bytes: u64,
+    },
+    /// Bytes are copied: into staging memory by a save, verified and to their destination by a load.
+    Copied {
+        /// Number of bytes.
+        bytes: u64,
+    },
     /// A data file of this rank is written.
     Wrote {
         /// Length of the file, its header included.

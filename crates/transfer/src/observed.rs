@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Failures};
 use crate::events::{Event, Observer, Phase};
-use crate::report::{Recorder, Report};
+use crate::report::{Moved, Recorder, Report};
 
 /// A save or load, as what happens in it is observed.
 pub struct Observed {
@@ -56,6 +56,11 @@ impl Observed {
     /// Returns the number of failures so far, and the last one that is listed.
     pub fn failures(&self) -> (u64, Option<String>) {
         self.recorder.failures()
+    }
+
+    /// Returns the bytes that were moved so far.
+    pub fn moved(&self) -> Moved {
+        self.recorder.moved()
     }
 
     /// Returns the report so far.

@@ -47,7 +47,7 @@ pub type Notes = BTreeMap<String, String>;
 pub struct Progress {
     /// State that the save and its caller share.
     pub shared: Arc<Shared>,
-    /// Save whose report lists the failures.
+    /// Save whose report lists the failures, and which moves the bytes.
     reported_in: Arc<Observed>,
 }
 
@@ -141,6 +141,11 @@ impl Progress {
     /// Notes an event.
     pub fn note(&self, event: &Event<'_>) {
         self.shared.observed.noted(event);
+    }
+
+    /// Notes in the save itself that bytes are expected or copied, also for a part [beside](Progress::beside) it.
+    pub(crate) fn moves(&self, event: &Event<'_>) {
+        self.reported_in.noted(event);
     }
 
     /// Returns the observer of the save's store.

@@ -15,6 +15,7 @@ use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store};
 
 use crate::blocks::Unverified;
 use crate::error::{Error, FirstFailure, Kind, Patience, Result, retry};
+use crate::events::{Event, Observer};
 use crate::observed::Observed;
 use crate::provider::Fences;
 use crate::sink::Sink;
@@ -83,6 +84,13 @@ impl Files {
     ) -> Files {
         let open = manifest.files().iter().map(|_| Mutex::default()).collect();
         Files { store, place, manifest, timeout, observed: None, missing, open, order: Mutex::default() }
+    }
+
+    /// Notes that bytes of the load are expected or copied, if somebody asks.
+    pub fn moves(&self, event: &Event<'_>) {
+        if let Some(load) = &self.observed {
+            load.noted(event);
+        }
     }
 
     fn retry<T>(&self, act: impl FnMut() -> Result<T>) -> Result<T> {
@@ -475,6 +483,7 @@ fn take(files: &Files, open: &OpenFile, planned: Planned, mut slot: Slot, sinks:
     let Planned { read, range } = planned;
     let bytes = &slot[..(range.end - range.start) as usize];
     if is_host(&read, sinks) && open.place(bytes, range.start, &read.pieces, sinks).is_ok() {
+        files.moves(&copied(&read));
         return Ok(range.end - range.start);
     }
     let is_needed = |block: Range<u64>| {
@@ -494,7 +503,13 @@ fn take(files: &Files, open: &OpenFile, planned: Planned, mut slot: Slot, sinks:
         sink.scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source, &mut fences)?;
     }
     fences.wait()?;
+    files.moves(&copied(&read));
     Ok(range.end - range.start)
+}
+
+/// Returns the event that a read's bytes are where they are wanted.
+fn copied(read: &Read) -> Event<'static> {
+    Event::Copied { bytes: read.pieces.iter().map(Piece::bytes).sum() }
 }
 
 /// Returns whether all bytes of a read are for this process's memory.

@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde::Serialize;
+use shardfast_store::Action;
 
 use crate::error::Kind;
 use crate::events::{Event, Observer, Phase};
@@ -31,6 +32,17 @@ pub struct Report {
     pub failures_left_out: u64,
 }
 
+/// Bytes that a save or load of this rank has moved so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Moved {
+    /// Bytes that it moves in all, as far as it knows: a save learns of its values' bytes after its tensors'.
+    pub bytes: u64,
+    /// Bytes that are copied: into staging memory by a save, verified and to their destination by a load.
+    pub copied: u64,
+    /// Bytes of data files that the storage has taken; 0 in a load.
+    pub stored: u64,
+}
+
 /// Failures that a report lists.
 const FAILURES_MAX: usize = 64;
 
@@ -43,6 +55,9 @@ pub struct Recorder {
     phases_ns: [AtomicU64; Phase::ALL.len()],
     /// Phases that have failed, a bit for each.
     given_up: AtomicU64,
+    expected: AtomicU64,
+    copied: AtomicU64,
+    stored: AtomicU64,
     bytes: AtomicU64,
     files: AtomicU64,
     replicas: OnceLock<&'static str>,
@@ -57,6 +72,9 @@ impl Default for Recorder {
         Recorder {
             phases_ns: Default::default(),
             given_up: AtomicU64::new(0),
+            expected: AtomicU64::new(0),
+            copied: AtomicU64::new(0),
+            stored: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             files: AtomicU64::new(0),
             replicas: OnceLock::new(),
@@ -82,6 +100,14 @@ impl Recorder {
     /// Returns the number of failures so far, and the last one that is listed.
     pub fn failures(&self) -> (u64, Option<String>) {
         (self.failed.load(Relaxed), self.failures.iter().map_while(OnceLock::get).last().cloned())
+    }
+
+    /// Returns the bytes that were moved so far. None is counted beyond those that are expected: the storage may have got
+    /// some of them twice.
+    pub fn moved(&self) -> Moved {
+        let (copied, stored) = (self.copied.load(Relaxed), self.stored.load(Relaxed));
+        let bytes = self.expected.load(Relaxed);
+        Moved { bytes, copied: copied.min(bytes), stored: stored.min(bytes) }
     }
 
     /// Returns the report so far.
@@ -110,6 +136,9 @@ impl shardfast_store::Observer for Recorder {
         for (all, count) in self.requests.iter().zip(counts).filter(|(_, count)| *count > 0) {
             all.fetch_add(count, Relaxed);
         }
+        if event.action == Action::Write && event.failure.is_none() {
+            self.stored.fetch_add(event.bytes, Relaxed);
+        }
     }
 }
 
@@ -122,6 +151,8 @@ impl Observer for Recorder {
                 let _ = self.phases_ns[phase as usize].compare_exchange(0, ns, Relaxed, Relaxed);
             }
             Event::GaveUp { phase, .. } => _ = self.given_up.fetch_or(1 << phase as u64, Relaxed),
+            Event::Expects { bytes } => _ = self.expected.fetch_add(bytes, Relaxed),
+            Event::Copied { bytes } => _ = self.copied.fetch_add(bytes, Relaxed),
             Event::Wrote { bytes } => {
                 self.files.fetch_add(1, Relaxed);
                 self.bytes.fetch_add(bytes, Relaxed);

@@ -29,6 +29,7 @@ use smallvec::SmallVec;
 
 use crate::capture::Capture;
 use crate::error::{Error, FirstFailure, GLANCE, Patience, Result, Tries, retry_until};
+use crate::events::Event;
 use crate::progress::{Countdown, Progress};
 use crate::provider::{Fences, Provider};
 use crate::staging::{ALIGNMENT, SLOT_BYTES, Slot, Staging};
@@ -102,6 +103,7 @@ pub fn run(
         let header_crc = AtomicU64::new(0);
         files.push(File { job, object, crcs, parts: Mutex::default(), has_head, unsummed, header_crc });
     }
+    progress.moves(&Event::Expects { bytes: jobs.iter().map(|job| job.layout.file_bytes()).sum() });
     let (next, sums) = (Mutex::new(0), Sums::new(summed));
     // Two saves that each keep such parts could wait for each other's slots.
     let keeps_slots = chunks.iter().any(|chunk| chunk.is_eager && chunk.is_head(&jobs[chunk.file]));
@@ -352,6 +354,7 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
                     });
                     match filled {
                         Ok(filled) => {
+                            progress.moves(&Event::Copied { bytes: chunk.bytes as u64 });
                             passed(chunk.is_eager, chunk.is_held);
                             // The receiver lives until the last sender is gone.
                             let _ = sender.send(filled);

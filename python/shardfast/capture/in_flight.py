@@ -22,6 +22,7 @@ from .. import adapters as frameworks
 from .. import native
 from ..errors import Error, Invalid, Unavailable
 from ..nesting import call, work
+from ..progress import Progress, size
 from ..state.description import Watched
 from .multistep import Ahead
 
@@ -117,6 +118,31 @@ class Pending:
         if self.ahead is not None:
             report["ahead"] = self.ahead
         return report
+
+    @property
+    def progress(self) -> Progress:
+        """The bytes of this rank's part of the save so far: in all, staged, and written."""
+        return Progress(*self._pending.moved())
+
+    def __repr__(self) -> str:
+        """One line: the checkpoint, and how far the save is."""
+        report, progress = json.loads(self._pending.report()), self.progress
+        phases: dict[str, float] = report["phases_ms"]
+        if self.done():
+            try:
+                self._pending.committed(0.0)
+            except Error as error:
+                return f"<save of {self.url}: failed: {str(error).splitlines()[0]}>"
+            return f"<save of {self.url}: committed after {phases['committed'] / 1e3:.1f} s>"
+        if "durable" in phases:
+            state = f"{size(progress.written)} written, waiting for the commit"
+        elif "staged" in phases:
+            state = f"staged, {size(progress.written)} of {size(progress.bytes)} written"
+        else:
+            state = f"{size(progress.staged)} of {size(progress.bytes)} staged, {size(progress.written)} written"
+        failures = len(report["failures"]) + report["failures_left_out"]
+        retries = f", {failures} failure{'s' if failures > 1 else ''} of the storage" if failures else ""
+        return f"<save of {self.url}: {state}{retries}>"
 
     def _confirm(self) -> None:
         """Checks once, after the save is staged, whether its tensors were modified; the first caller does it."""

@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use shardfast_format::Manifest;
 use shardfast_plan::{Chunk, Piece, Sharing};
 use shardfast_transfer::error::{Error, Kind, Result};
+use shardfast_transfer::events::Event;
 use shardfast_transfer::host::{pack, row_major_strides};
 use shardfast_transfer::provider::Fences;
 use shardfast_transfer::reader::{Files, Span};
@@ -214,6 +215,7 @@ impl Shared<'_> {
         for piece in self.sharing.own_pieces(chunk.file, chunk.range.clone()) {
             for sink in &self.sinks[piece.want as usize] {
                 sink.scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source(&piece), &mut fences)?;
+                self.files.moves(&Event::Copied { bytes: piece.bytes() });
             }
             counters.arrived.fetch_add(piece.bytes(), Ordering::Relaxed);
         }
@@ -298,6 +300,7 @@ impl Shared<'_> {
             let strides = row_major_strides(&piece.lengths, piece.item_bytes());
             for sink in &self.sinks[piece.want as usize] {
                 sink.scatter(&piece.dst_offsets, &piece.lengths, &strides, source, &mut fences)?;
+                self.files.moves(&Event::Copied { bytes: piece.bytes() });
             }
             at += source.len();
         }

@@ -41,6 +41,7 @@ __all__ = [
     "best_interval",
     "cli_main",
     "decode",
+    "flush",
     "interpreter_ends",
     "mean_time_between_failures",
     "newest",
@@ -155,6 +156,9 @@ class Session:
 
         ``address`` is ``host:port``; ranks of a machine serve at ports in a row.
         """
+
+    def export(self) -> bool:
+        """Exports traces and metrics over OTLP if the environment says where to; returns whether it does."""
 
     def overdue(self, patience_s: float) -> tuple[list[str], bool]:
         """A sentence for each operation that has waited longer for ranks, once; whether any waits for ranks."""
@@ -454,6 +458,9 @@ def step_url(run_url: str, step: int) -> str:
 
 def decode(data: bytes) -> object:
     """The value that :class:`Value` encoded."""
+
+def flush(timeout_s: float) -> None:
+    """Waits until what this process exports is sent, for at most that long."""
 
 def interpreter_ends() -> None:
     """The interpreter is about to end: the engine's threads do not ask it to give back tensors any more."""

@@ -242,15 +242,19 @@ def _expect_one_process() -> None:
 
 
 def _serve(session: Session) -> None:
-    """Serves metrics if the environment asks for it. What prevents that is logged: no save fails for it."""
-    address = os.environ.get(METRICS)
-    if not address or session in _served:
+    """Serves and exports metrics if the environment asks for it. What prevents that is logged: no save fails for it."""
+    if session in _served:
         return
     _served.add(session)
+    if address := os.environ.get(METRICS):
+        try:
+            _log.info("rank %d serves http://%s/metrics and /live", session.rank, session.serve(address))
+        except Error as error:
+            _log.warning("%s=%s: no metrics are served: %s", METRICS, address, error)
     try:
-        _log.info("rank %d serves http://%s/metrics and /live", session.rank, session.serve(address))
+        session.export()
     except Error as error:
-        _log.warning("%s=%s: no metrics are served: %s", METRICS, address, error)
+        _log.warning("nothing is exported over OTLP: %s", error)
 
 
 def _warn_of(session: Session) -> None:

@@ -58,7 +58,7 @@ def test_a_line_fits_into_its_terminal():
             text = line("load s3://bucket/runs/a-long-name/step-00000100", done, total, 2.0, columns)
             assert len(text) < columns and "\n" not in text
     text = line("load runs/a", 1 << 30, 4 << 30, 2.0, 80)
-    assert text == "load runs/a [##########..............................]  25%  1.0 GiB of 4.0 GiB  512.0 MiB/s"[:79]
+    assert text == "load runs/a [#######......................]  25%  1.0 GiB of 4.0 GiB  512 MiB/s"
 
 
 def drawn(arguments, tmp_path):
@@ -83,7 +83,7 @@ def drawn(arguments, tmp_path):
 
 def test_a_load_draws_a_line_on_a_terminal_if_it_is_asked_to(tmp_path):
     text = drawn(", progress=True", tmp_path)
-    assert "load " in text and "100%" in text and text.endswith("\r\n")
+    assert "/one [####" in text and " 100%  783 KiB of 783 KiB" in text and text.endswith("\r\n")
 
 
 def test_a_load_draws_nothing_unless_it_is_asked_to(tmp_path):
@@ -123,6 +123,7 @@ def serves(rank, world, run, port):
         while not (frame["waits"] and frame["running"][0]["stored"]) and time.monotonic() < until:
             time.sleep(0.01)
             frame = live(port)
+        assert len(frame["waits"]) == len(frame["running"]) == 1, frame
         (wait,), (running,) = frame["waits"], frame["running"]
         assert wait["ranks"] == [1] and wait["call"].startswith("save "), wait
         assert (running["operation"], running["step"]) == ("save", 2), running

@@ -73,7 +73,7 @@ pub(crate) fn run(target: &str, every: Duration, once: bool, timeout: &Timeout) 
         }
         let lines: Vec<&str> = shown.text.lines().take(rows.saturating_sub(1)).collect();
         let mut stdout = std::io::stdout().lock();
-        let drawn = write!(stdout, "\x1b[H\x1b[J{}\n", lines.join("\n")).and_then(|()| stdout.flush());
+        let drawn = writeln!(stdout, "\x1b[H\x1b[J{}", lines.join("\n")).and_then(|()| stdout.flush());
         drop(stdout);
         if drawn.is_err() {
             return Ok(outcome(String::new(), &(), FINE)); // nobody looks any more

@@ -31,6 +31,8 @@ pub struct Begun<'a> {
     pub step: Option<u64>,
     /// Observer of all that happens in it, which also knows what has happened so far.
     pub observed: &'a Arc<Observed>,
+    /// Name of the ranks' meeting, which no other has.
+    pub meeting: [u8; 16],
     /// Number of this rank.
     pub rank: u32,
     /// Number of ranks.

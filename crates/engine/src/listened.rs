@@ -43,7 +43,8 @@ impl Listened {
         (url, step): (&str, Option<u64>),
     ) -> Listened {
         let (rank, world) = (engine.rank(), engine.world());
-        let begun = Begun { verb, url, step, observed: &observed, rank, world, storage: &engine.storage };
+        let meeting = engine.meeting();
+        let begun = Begun { verb, url, step, observed: &observed, meeting, rank, world, storage: &engine.storage };
         let listening = engine.listener.get().map(|listener| listener.begins(&begun));
         if let Some(listening) = &listening {
             observed.listen(&(Arc::clone(listening) as Arc<dyn Observer>));

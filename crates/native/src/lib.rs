@@ -53,7 +53,7 @@ mod _native {
     #[pymodule_export]
     use crate::retention::Retention;
     #[pymodule_export]
-    use crate::session::{Place, Session};
+    use crate::session::{Place, Session, flush};
     #[pymodule_export]
     use crate::values::{Tagged, Value, decode};
 

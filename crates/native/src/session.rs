@@ -169,6 +169,12 @@ impl Session {
         py.detach(|| self.telemetry.serve(engine, address, self.local_world)).map_err(raise)
     }
 
+    /// Exports traces and metrics over OTLP if the environment says where to; returns whether it does.
+    fn export(&self, py: Python<'_>) -> PyResult<bool> {
+        let engine = self.engine()?;
+        py.detach(|| self.telemetry.export(engine)).map_err(raise)
+    }
+
     /// Makes and page-locks staging memory for what a save of that state copies from devices, in the background.
     fn reserve(&self, described: &Described) -> PyResult<()> {
         let bytes = described.device_bytes();
@@ -192,6 +198,14 @@ impl Session {
         let engine = self.engine()?;
         Err(raise(py.detach(|| engine.refuse(error, timeout))))
     }
+}
+
+/// Waits until what this process exports is sent, for at most that long.
+#[pyfunction]
+pub(crate) fn flush(py: Python<'_>, timeout_s: f64) -> PyResult<()> {
+    let timeout = seconds(timeout_s)?;
+    py.detach(|| shardfast_telemetry::flush(timeout));
+    Ok(())
 }
 
 pub(crate) fn seconds(seconds: f64) -> PyResult<Duration> {

@@ -102,18 +102,18 @@ impl Digest {
 
     /// Returns its bytes, at most [`SAID_BYTES_MAX`]: texts are cut as far as it takes.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let cut = |failure: usize| Digest {
+        let cut = |failure: usize, address: usize| Digest {
             place: Place {
                 machine: Text::<MACHINE_BYTES>::head(&self.place.machine).as_str().to_owned(),
                 ..self.place.clone()
             },
-            address: Text::<ADDRESS_BYTES>::head(&self.address).as_str().to_owned(),
+            address: self.address.get(..address.min(self.address.len())).unwrap_or_default().to_owned(),
             failure: Text::<FAILURE_BYTES>::head(&self.failure).as_str().chars().take(failure).collect(),
             ..self.clone()
         };
-        for failure in [FAILURE_BYTES, FAILURE_BYTES / 4, 0] {
+        for (failure, address) in [(FAILURE_BYTES, ADDRESS_BYTES), (FAILURE_BYTES / 4, ADDRESS_BYTES), (0, 0)] {
             let mut bytes = vec![VERSION];
-            bytes.extend(postcard::to_stdvec(&cut(failure)).unwrap_or_default());
+            bytes.extend(postcard::to_stdvec(&cut(failure, address)).unwrap_or_default());
             if bytes.len() <= SAID_BYTES_MAX {
                 return bytes;
             }
@@ -164,6 +164,7 @@ mod tests {
             paused_us: u64::MAX,
             slowest: "s".repeat(48),
             is_page_locked: true,
+            address: "a".repeat(80),
         };
         let bytes = digest.encode();
         assert!(!bytes.is_empty() && bytes.len() <= SAID_BYTES_MAX, "{}", bytes.len());

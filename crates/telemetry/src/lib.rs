@@ -3,13 +3,15 @@
 //! [`Telemetry`] listens to an engine: a record keeps the events of each operation, a digest of it goes to rank 0 when
 //! the outcome is known, and rank 0 stores those of all ranks as one object in the directory `.telemetry` of the run.
 //! [`report()`] reads these objects, verdicts say what was slow, where and why, and a page draws it. While the job
-//! runs, a process [serves](Telemetry::serve) what it does.
+//! runs, a process [serves](Telemetry::serve) what it does, and [exports](Telemetry::export) it.
 
 mod digest;
 mod events;
+mod http;
 pub mod live;
 mod metrics;
 mod object;
+mod otlp;
 mod page;
 mod record;
 pub mod report;
@@ -20,7 +22,7 @@ mod verdicts;
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shardfast_engine::listen::{Begun, Listener, Listening};
@@ -42,8 +44,11 @@ pub use verdicts::Verdict;
 /// Version of the program, as objects name it.
 const WRITER: &str = concat!("shardfast ", env!("CARGO_PKG_VERSION"));
 
-/// What this process serves, once a session of it does.
-static SERVED: Mutex<Option<(Arc<Live>, u32)>> = Mutex::new(None);
+/// Saves and loads of the process of that number.
+type Told = Option<(Arc<Live>, u32)>;
+
+/// Those of this process, once somebody is to be told of them.
+static TOLD: Mutex<Told> = Mutex::new(None);
 
 /// Listener to an engine, which keeps what its saves and loads do.
 pub struct Telemetry {
@@ -77,30 +82,61 @@ impl Telemetry {
     /// # Errors
     /// `Invalid` for another text; `Unavailable` when the port is taken; `Exhausted` when there is no thread.
     pub fn serve(&self, engine: &Arc<Engine>, address: &str, local_world: u32) -> Result<String> {
-        let mut served = SERVED.lock().unwrap_or_else(PoisonError::into_inner);
-        // A forked process has its parent's memory, but not the thread that serves.
-        if let Some((live, _)) = served.as_ref().filter(|(_, process)| *process == std::process::id()) {
-            live.attach(engine);
-            let _ = self.live.set(Arc::clone(live));
-            return Ok(live.address.clone());
+        let (live, _beginning) = self.tell(engine);
+        if let Some(address) = live.address.get() {
+            return Ok(address.clone());
         }
-        let local_rank = self.place.local_rank.unwrap_or_default();
-        let (listener, bound) = serve::listen(serve::address(address, local_rank)?)?;
-        let seen = serve::seen_from_outside(bound, engine.host());
-        let live = Arc::new(Live::new(engine, self.place.clone(), seen.clone()));
-        let is_in_a_row = !address.ends_with(":0");
-        if engine.rank() == 0 && is_in_a_row {
+        let wanted = serve::address(address, self.place.local_rank.unwrap_or_default())?;
+        let (listener, bound) = serve::listen(wanted)?;
+        if engine.rank() == 0 && wanted.port() != 0 {
+            let ip = if bound.ip().is_unspecified() { Ipv4Addr::LOCALHOST.into() } else { bound.ip() };
             for other in 1..local_world.min(engine.world()) {
                 if let Some(port) = u16::try_from(other).ok().and_then(|other| bound.port().checked_add(other)) {
-                    let ip = if bound.ip().is_unspecified() { Ipv4Addr::LOCALHOST.into() } else { bound.ip() };
                     live.found(other, &SocketAddr::new(ip, port).to_string());
                 }
             }
         }
         serve::serve(listener, Arc::clone(&live))?;
-        let _ = self.live.set(Arc::clone(&live));
-        *served = Some((live, std::process::id()));
-        Ok(seen)
+        Ok(live.address.get_or_init(|| serve::seen_from_outside(bound, engine.host())).clone())
+    }
+
+    /// Exports traces and metrics over OTLP, if the environment says where to; returns whether it does.
+    ///
+    /// # Errors
+    /// `Invalid` names a variable that cannot be used; `Exhausted` when there is no thread.
+    pub fn export(&self, engine: &Arc<Engine>) -> Result<bool> {
+        let Some(settings) = otlp::Settings::read(|name| std::env::var(name).ok())? else { return Ok(false) };
+        let (live, _beginning) = self.tell(engine);
+        if live.exporter.get().is_none() {
+            let _ = live.exporter.set(otlp::Exporter::start(settings, Arc::clone(&live))?);
+        }
+        Ok(true)
+    }
+
+    /// Tells of that engine from now on. Returns where, with what keeps others from doing so meanwhile.
+    fn tell(&self, engine: &Arc<Engine>) -> (Arc<Live>, MutexGuard<'static, Told>) {
+        let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+        // A forked process has its parent's memory, but none of its threads.
+        let known = told.as_ref().filter(|(_, process)| *process == std::process::id());
+        let live = match known {
+            Some((live, _)) => Arc::clone(live),
+            None => Arc::new(Live::new(engine, self.place.clone())),
+        };
+        *told = Some((Arc::clone(&live), std::process::id()));
+        if self.live.set(Arc::clone(&live)).is_ok() {
+            live.attach(engine);
+        }
+        (live, told)
+    }
+}
+
+/// Waits until what this process exports is sent, for at most that long.
+pub fn flush(within: Duration) {
+    let told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    let live = told.as_ref().filter(|(_, process)| *process == std::process::id()).map(|(live, _)| Arc::clone(live));
+    drop(told);
+    if let Some(exporter) = live.as_ref().and_then(|live| live.exporter.get()) {
+        exporter.flush(within);
     }
 }
 
@@ -129,6 +165,7 @@ impl Listener for Telemetry {
             live,
             spare: Arc::clone(&self.spare),
             run,
+            meeting: begun.meeting,
             rank: begun.rank,
             world: begun.world,
             place: self.place.clone(),
@@ -145,6 +182,7 @@ struct Operation {
     spare: Arc<Spare>,
     /// Run and step of the checkpoint; `None` for a checkpoint of no run.
     run: Option<(String, u64)>,
+    meeting: [u8; 16],
     rank: u32,
     world: u32,
     place: Place,
@@ -161,8 +199,18 @@ impl shardfast_store::Observer for Operation {
 impl Observer for Operation {
     fn noted(&self, event: &Event<'_>) {
         self.running.record.noted(event);
-        if let (Event::Outcome { failure, after, .. }, Some(live)) = (event, &self.live) {
+        if let (Event::Outcome { failure, after, number }, Some(live)) = (event, &self.live) {
             live.end(&self.running, Some((*after, failure.map(|error| error.message.clone()))));
+            if let Some(exporter) = live.exporter.get() {
+                exporter.send(otlp::Ended {
+                    running: Arc::clone(&self.running),
+                    place: self.place.clone(),
+                    rank: self.rank,
+                    world: self.world,
+                    meeting: self.meeting,
+                    number: *number,
+                });
+            }
         }
     }
 }
@@ -178,7 +226,7 @@ impl Drop for Operation {
 
 impl Operation {
     fn digest(&self, report: &Report) -> Digest {
-        let address = self.live.as_ref().map(|live| live.address.clone()).unwrap_or_default();
+        let address = self.live.as_ref().and_then(|live| live.address.get().cloned()).unwrap_or_default();
         Digest { address, ..Digest::new(&self.place, &self.running.record, report) }
     }
 

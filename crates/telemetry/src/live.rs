@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -13,6 +13,7 @@ use shardfast_transfer::observed::Observed;
 
 use crate::digest::Place;
 use crate::object::word;
+use crate::otlp::Exporter;
 use crate::record::{BOUNDS_US, Class, Record};
 use crate::{WRITER, since_1970, without_secrets};
 
@@ -122,8 +123,10 @@ pub(crate) struct Live {
     pub(crate) rank: u32,
     pub(crate) world: u32,
     pub(crate) place: Place,
-    /// Address at which other ranks can ask this one.
-    pub(crate) address: String,
+    /// Address at which other ranks can ask this one, once it serves.
+    pub(crate) address: OnceLock<String>,
+    /// Exporter of what it tells, if it has one.
+    pub(crate) exporter: OnceLock<Exporter>,
     state: Mutex<State>,
     engines: Mutex<Vec<Weak<Engine>>>,
     /// Addresses of other ranks, on rank 0.
@@ -185,18 +188,17 @@ pub(crate) struct OfClass {
 }
 
 impl Live {
-    pub(crate) fn new(engine: &Arc<Engine>, place: Place, address: String) -> Live {
-        let live = Live {
+    pub(crate) fn new(engine: &Arc<Engine>, place: Place) -> Live {
+        Live {
             rank: engine.rank(),
             world: engine.world(),
             place,
-            address,
+            address: OnceLock::new(),
+            exporter: OnceLock::new(),
             state: Mutex::default(),
             engines: Mutex::default(),
             peers: Mutex::default(),
-        };
-        live.attach(engine);
-        live
+        }
     }
 
     /// Tells also of the calls of that engine.
@@ -253,6 +255,11 @@ impl Live {
     pub(crate) fn peers(&self) -> Vec<(u32, String)> {
         let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         peers.iter().map(|(&rank, address)| (rank, address.clone())).collect()
+    }
+
+    /// Returns the number of traces that could not be exported.
+    pub(crate) fn not_exported(&self) -> u64 {
+        self.exporter.get().map_or(0, Exporter::left_out)
     }
 
     /// Returns this process at this moment.
@@ -388,7 +395,7 @@ mod tests {
     #[test]
     fn sums_never_fall_when_an_operation_ends() {
         let engine = Engine::solo();
-        let live = Live::new(&engine, Place::default(), String::new());
+        let live = Live::new(&engine, Place::default());
         let observed = Arc::<Observed>::default();
         let running = Arc::new(Running {
             verb: Verb::Save,

@@ -9,19 +9,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http_body_util::{BodyExt, Empty, Full, Limited};
+use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, CONTENT_TYPE, HOST};
+use hyper::header::{ALLOW, CONTENT_TYPE};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use shardfast_engine::{Error, Kind, Result};
-use tokio::net::TcpStream;
-use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use crate::http::{get, runtime};
 use crate::live::{Frame, Live, OtherNow};
 use crate::metrics;
 
@@ -39,9 +38,6 @@ const PEER_WITHIN: Duration = Duration::from_secs(1);
 
 /// Age up to which rank 0 gives what it has heard of the others once more.
 const HEARD_MAX: Duration = Duration::from_millis(500);
-
-/// Largest answer that is read.
-const ANSWER_BYTES_MAX: usize = 64 << 20;
 
 /// Path under which other ranks are asked.
 const LIVE: &str = "/live";
@@ -111,11 +107,6 @@ pub fn ask(address: &str, within: Duration) -> Result<Frame> {
             "http://{address}{LIVE}: expected what a training's rank tells, found {begin:?}: {error}"
         ))
     })
-}
-
-fn runtime() -> Result<Runtime> {
-    let runtime = Builder::new_current_thread().enable_all().build();
-    runtime.map_err(|error| Error::new(Kind::Exhausted, format!("no runtime for HTTP: {error}")))
 }
 
 async fn accept(listener: TcpListener, live: Arc<Live>) {
@@ -222,23 +213,6 @@ async fn other(rank: u32, address: &str) -> OtherNow {
             Err(error) => problem(format!("{address}: {error}")),
         },
     }
-}
-
-/// Gets what is at a path there.
-async fn get(address: &str, path: &str) -> std::result::Result<Bytes, String> {
-    let stream = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
-    let shaken = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
-    let (mut sender, connection) = shaken.map_err(|error| error.to_string())?;
-    let driver = tokio::spawn(connection);
-    let request = Request::get(path).header(HOST, address).body(Empty::<Bytes>::new());
-    let request = request.map_err(|error| error.to_string())?;
-    let response = sender.send_request(request).await.map_err(|error| error.to_string())?;
-    if response.status() != StatusCode::OK {
-        return Err(format!("it answered {}", response.status()));
-    }
-    let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
-    driver.abort();
-    body.map(http_body_util::Collected::to_bytes).map_err(|error| error.to_string())
 }
 
 /// Returns the address at which others reach a server that listens at `bound` on the machine `host`.

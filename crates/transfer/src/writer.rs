@@ -669,6 +669,7 @@ fn finish_one(mut file: File<'_>, staging: &Arc<Staging>, again: Again<'_>) -> R
             let bytes = pad(&*file.object, &mut slot, part.len());
             again.retry(|| Ok(file.object.write_at((i * SLOT_BYTES) as u64, &slot[..bytes])?))?;
         }
+        again.progress.moves(&Event::Copied { bytes: file.job.layout.data_start });
     }
     again.retry(|| Ok(file.object.finish()?))?;
     Ok(file.header_crc.into_inner())

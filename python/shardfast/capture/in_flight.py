@@ -121,7 +121,10 @@ class Pending:
 
     @property
     def progress(self) -> Progress:
-        """The bytes of this rank's part of the save so far: in all, staged, and written."""
+        """The bytes of this rank's part of the save so far: ``bytes`` in all, ``staged``, and ``written``.
+
+        The guide's page on running jobs explains them.
+        """
         return Progress(*self._pending.moved())
 
     def __repr__(self) -> str:
@@ -316,6 +319,7 @@ class InFlight:
             until = time.monotonic() + REST_S
             for pending in self._running:
                 pending.over(max(until - time.monotonic(), 0.0))
+            native.flush(max(until - time.monotonic(), 0.0))
         finally:
             # An interpreter that ends kills threads that return to it from Rust, which aborts the process.
             self.is_over = True

@@ -1,0 +1,63 @@
+//! Asks servers over HTTP/1, without TLS.
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::header::HOST;
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use shardfast_engine::{Error, Kind, Result};
+use tokio::net::TcpStream;
+use tokio::runtime::{Builder, Runtime};
+
+/// Largest answer that is read.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// Makes what runs requests on the calling thread.
+///
+/// # Errors
+/// `Exhausted` without descriptors.
+pub(crate) fn runtime() -> Result<Runtime> {
+    let runtime = Builder::new_current_thread().enable_all().build();
+    runtime.map_err(|error| Error::new(Kind::Exhausted, format!("no runtime for HTTP: {error}")))
+}
+
+/// Gets what is at a path of the server at `address`, `host:port`.
+///
+/// # Errors
+/// The reason why there is no answer, or that it was not "200 OK".
+pub(crate) async fn get(address: &str, path: &str) -> std::result::Result<Bytes, String> {
+    let request = Request::get(path).body(Full::default()).map_err(|error| error.to_string())?;
+    send(address, request).await
+}
+
+/// Posts a body to a path there, with these headers.
+///
+/// # Errors
+/// As [`get`].
+pub(crate) async fn post(
+    address: &str,
+    path: &str,
+    headers: &[(String, String)],
+    body: Vec<u8>,
+) -> std::result::Result<Bytes, String> {
+    let mut request = Request::builder().method(Method::POST).uri(path);
+    for (name, text) in headers {
+        request = request.header(name, text);
+    }
+    send(address, request.body(Full::from(body)).map_err(|error| error.to_string())?).await
+}
+
+async fn send(address: &str, mut request: Request<Full<Bytes>>) -> std::result::Result<Bytes, String> {
+    let stream = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
+    let shaken = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
+    let (mut sender, connection) = shaken.map_err(|error| error.to_string())?;
+    let driver = tokio::spawn(connection);
+    request.headers_mut().insert(HOST, address.parse().map_err(|_| format!("{address:?} is no host"))?);
+    let response = sender.send_request(request).await.map_err(|error| error.to_string())?;
+    if response.status() != StatusCode::OK {
+        return Err(format!("it answered {}", response.status()));
+    }
+    let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+    driver.abort();
+    body.map(http_body_util::Collected::to_bytes).map_err(|error| error.to_string())
+}

@@ -1,0 +1,217 @@
+//! Reads where to export from OpenTelemetry's own [environment variables].
+//!
+//! [environment variables]: https://opentelemetry.io/docs/specs/otel/protocol/exporter/
+
+use std::time::Duration;
+
+use shardfast_engine::{Error, Result};
+
+use super::message::{KeyValue, Resource, number, text};
+use crate::live::Live;
+
+/// Pause between two exports of metrics, unless the environment has another one.
+const INTERVAL: Duration = Duration::from_secs(60);
+
+/// Time for an answer, unless the environment has another one.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Attributes that a resource has at most, and bytes of each.
+const ATTRIBUTES: (usize, usize) = (64, 1024);
+
+/// Place of a server, and a path there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Target {
+    pub(crate) address: String,
+    pub(crate) path: String,
+}
+
+/// Places and times of exports.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) traces: Option<Target>,
+    pub(crate) metrics: Option<Target>,
+    pub(crate) headers: Vec<(String, String)>,
+    pub(crate) timeout: Duration,
+    pub(crate) interval: Duration,
+    attributes: Vec<(String, String)>,
+}
+
+impl Settings {
+    /// Reads them, given the environment's variables by name; `None` if there is nothing to export.
+    ///
+    /// # Errors
+    /// `Invalid` names a variable whose text cannot be used.
+    pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Settings>> {
+        let variable = |name: &str| variable(name).filter(|text| !text.trim().is_empty());
+        if variable("OTEL_SDK_DISABLED").is_some_and(|text| text.eq_ignore_ascii_case("true")) {
+            return Ok(None);
+        }
+        let traces = target(&variable, "TRACES", "/v1/traces")?;
+        let metrics = target(&variable, "METRICS", "/v1/metrics")?;
+        if traces.is_none() && metrics.is_none() {
+            return Ok(None);
+        }
+        for name in ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] {
+            if let Some(protocol) = variable(name).filter(|protocol| protocol != "http/protobuf") {
+                let what = "expected http/protobuf, which collectors take at port 4318";
+                return Err(Error::invalid(format!("{name}={protocol}: {what}")));
+            }
+        }
+        let ms = |name: &str, default: Duration| match variable(name) {
+            None => Ok(default),
+            Some(text) => match text.trim().parse() {
+                Ok(ms) if ms > 0 => Ok(Duration::from_millis(ms)),
+                _ => Err(Error::invalid(format!("{name}={text}: expected a number of milliseconds"))),
+            },
+        };
+        let mut headers = vec![("content-type".to_owned(), "application/x-protobuf".to_owned())];
+        headers.extend(pairs(&variable, "OTEL_EXPORTER_OTLP_HEADERS")?);
+        let mut attributes = pairs(&variable, "OTEL_RESOURCE_ATTRIBUTES")?;
+        if let Some(name) = variable("OTEL_SERVICE_NAME") {
+            attributes.retain(|(key, _)| key != "service.name");
+            attributes.push(("service.name".to_owned(), name));
+        }
+        if !attributes.iter().any(|(key, _)| key == "service.name") {
+            attributes.push(("service.name".to_owned(), "shardfast".to_owned()));
+        }
+        Ok(Some(Settings {
+            traces,
+            metrics,
+            headers,
+            timeout: ms("OTEL_EXPORTER_OTLP_TIMEOUT", TIMEOUT)?,
+            interval: ms("OTEL_METRIC_EXPORT_INTERVAL", INTERVAL)?,
+            attributes,
+        }))
+    }
+
+    /// Returns the process as the resource of what it tells.
+    pub(crate) fn resource(&self, live: &Live) -> Resource {
+        let cut = |value: &str| value.chars().take(ATTRIBUTES.1).collect::<String>();
+        let own = self.attributes.iter().take(ATTRIBUTES.0).map(|(key, value)| text(key, cut(value)));
+        let mut attributes: Vec<KeyValue> = own.collect();
+        attributes.extend([
+            text("host.name", live.place.machine.as_str()),
+            number("process.pid", u64::from(std::process::id())),
+            text("service.instance.id", format!("{}:{}", live.place.machine, std::process::id())),
+            number("shardfast.rank", u64::from(live.rank)),
+            number("shardfast.world", u64::from(live.world)),
+        ]);
+        Resource { attributes }
+    }
+}
+
+/// Returns where a signal goes; `None` if it goes nowhere.
+fn target(variable: &impl Fn(&str) -> Option<String>, signal: &str, path: &str) -> Result<Option<Target>> {
+    if variable(&format!("OTEL_{signal}_EXPORTER")).is_some_and(|exporter| exporter.trim() == "none") {
+        return Ok(None);
+    }
+    let (own, all) = (format!("OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"), "OTEL_EXPORTER_OTLP_ENDPOINT");
+    let (name, url, behind) = match (variable(&own), variable(all)) {
+        (Some(url), _) => (own.as_str(), url, ""),
+        (None, Some(url)) => (all, url, path),
+        (None, None) => return Ok(None),
+    };
+    // A URL may hold a password.
+    let invalid = |what: &str| Error::invalid(format!("{name}: expected http://host:port, found {what}"));
+    let rest = match url.trim().split_once("://") {
+        Some(("http", rest)) => rest,
+        Some(("https", _)) => {
+            return Err(invalid("https: send to a collector of this network, which forwards with TLS"));
+        }
+        _ => return Err(invalid("no http URL")),
+    };
+    let (address, base) = rest.find('/').map_or((rest, ""), |at| rest.split_at(at));
+    if address.is_empty() || address.contains(['@', '?', '#']) {
+        return Err(invalid("a host with other things beside it"));
+    }
+    let has_port = address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
+    let address = if has_port { address.to_owned() } else { format!("{address}:80") };
+    let path = format!("{}{behind}", if behind.is_empty() { base } else { base.trim_end_matches('/') });
+    Ok(Some(Target { address, path: if path.is_empty() { "/".to_owned() } else { path } }))
+}
+
+/// Returns the pairs of a variable `key=value,key=value`, whose values are percent-encoded.
+fn pairs(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Vec<(String, String)>> {
+    let Some(all) = variable(name) else { return Ok(Vec::new()) };
+    let pair = |one: &str| {
+        // The text may be a password.
+        let invalid = || Error::invalid(format!("{name}: expected key=value,key=value with values percent-encoded"));
+        let (key, value) = one.split_once('=').ok_or_else(invalid)?;
+        let value = decoded(value.trim()).ok_or_else(invalid)?;
+        let is_clean = |text: &str| !text.is_empty() && text.chars().all(|c| c.is_ascii_graphic());
+        if !is_clean(key.trim()) || value.chars().any(char::is_control) {
+            return Err(invalid());
+        }
+        Ok((key.trim().to_owned(), value))
+    };
+    all.split(',').filter(|one| !one.trim().is_empty()).map(pair).collect()
+}
+
+fn decoded(text: &str) -> Option<String> {
+    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
+    while let Some((&byte, behind)) = rest.split_first() {
+        rest = behind;
+        if byte == b'%' {
+            let digits = std::str::from_utf8(rest.get(..2)?).ok()?;
+            bytes.push(u8::from_str_radix(digits, 16).ok()?);
+            rest = &rest[2..];
+        } else {
+            bytes.push(byte);
+        }
+    }
+    String::from_utf8(bytes).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(variables: &[(&str, &str)]) -> Result<Option<Settings>> {
+        let find = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, text)| (*text).to_owned());
+        Settings::read(find)
+    }
+
+    #[test]
+    fn variables_are_those_of_opentelemetry() {
+        assert!(read(&[]).unwrap().is_none());
+        let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://node:4318/base/");
+        assert!(read(&[endpoint, ("OTEL_SDK_DISABLED", "true")]).unwrap().is_none());
+        let found = read(&[
+            endpoint,
+            ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://other/own"),
+            ("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Basic%20abc, x-a=1"),
+            ("OTEL_RESOURCE_ATTRIBUTES", "service.name=a,team=b"),
+            ("OTEL_SERVICE_NAME", "gpt"),
+            ("OTEL_EXPORTER_OTLP_TIMEOUT", "250"),
+        ])
+        .unwrap()
+        .unwrap();
+        let target = |address: &str, path: &str| Some(Target { address: address.to_owned(), path: path.to_owned() });
+        assert_eq!(found.traces, target("other:80", "/own"));
+        assert_eq!(found.metrics, target("node:4318", "/base/v1/metrics"));
+        assert_eq!(found.headers[1..], [("authorization".into(), "Basic abc".into()), ("x-a".into(), "1".into())]);
+        assert_eq!(found.attributes, [("team".into(), "b".into()), ("service.name".into(), "gpt".into())]);
+        assert_eq!((found.timeout, found.interval), (Duration::from_millis(250), INTERVAL));
+        let none = read(&[endpoint, ("OTEL_TRACES_EXPORTER", "none")]).unwrap().unwrap();
+        assert!(none.traces.is_none() && none.metrics.is_some());
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_named_without_its_text() {
+        for (name, text) in [
+            ("OTEL_EXPORTER_OTLP_ENDPOINT", "https://secret@host"),
+            ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://user:secret@host:1"),
+            ("OTEL_EXPORTER_OTLP_ENDPOINT", "secret:4317"),
+            ("OTEL_EXPORTER_OTLP_HEADERS", "secret"),
+            ("OTEL_EXPORTER_OTLP_HEADERS", "a=%zz"),
+            ("OTEL_EXPORTER_OTLP_HEADERS", "a=%0d%0ab"),
+        ] {
+            let all = [(name, text), ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "http://a:1")];
+            let error = read(&all).unwrap_err();
+            assert!(error.message.starts_with(name) && !error.message.contains("secret@"), "{error}");
+            assert!(!error.message.contains("secret"), "{error}");
+        }
+        let grpc = [("OTEL_EXPORTER_OTLP_ENDPOINT", "http://a:1"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")];
+        assert!(read(&grpc).unwrap_err().message.contains("4318"));
+    }
+}

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Runs the tests with what receives metrics, tests/receivers: Debian's Prometheus and Alertmanager, whose packages are
+# unpacked in target/receivers and not installed. Arguments are pytest's.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+source scripts/environment.sh
+
+readonly at=$PWD/target/receivers
+readonly packages=(prometheus prometheus-alertmanager)
+readonly versions=(2.42 0.25)
+
+if ! is_stamped "$at" packages "${packages[*]} ${versions[*]}"; then
+    rm -rf "$at"
+    mkdir -p "$at"
+    for i in "${!packages[@]}"; do
+        echo "receivers: unpacking ${packages[i]} ${versions[i]}"
+        (cd "$at" && apt-get download --quiet=2 "${packages[i]}")
+        [[ -n $(compgen -G "$at/${packages[i]}_${versions[i]}*.deb") ]] || {
+            echo "receivers: expected ${packages[i]} ${versions[i]}, found $(cd "$at" && ls ./*.deb)" >&2
+            exit 1
+        }
+        dpkg-deb --extract "$at/${packages[i]}"_*.deb "$at"
+        rm "$at/${packages[i]}"_*.deb
+    done
+    echo "${packages[*]} ${versions[*]}" >"$at/packages.stamp"
+fi
+exec .venv/bin/pytest --quiet "${@:-tests/receivers}"

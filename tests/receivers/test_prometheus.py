@@ -1,0 +1,156 @@
+"""A real Prometheus and a real Alertmanager that watch a training: rules fire, resolve, and hold nothing up."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import shardfast as sf
+import torch
+
+ROOT = Path(__file__).parents[2]
+BIN = ROOT / "target" / "receivers" / "usr" / "bin"
+RULES = ROOT / "docs" / "alerts.yml"
+
+CONFIGURATION = """
+global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+rule_files: [{rules}]
+alerting: {{alertmanagers: [{{static_configs: [{{targets: ["127.0.0.1:{manager}"]}}]}}]}}
+scrape_configs:
+  - {{job_name: training, static_configs: [{{targets: [{ranks}]}}]}}
+"""
+MANAGER = """
+route: {receiver: nobody, group_wait: 0s, group_interval: 1s}
+receivers: [{name: nobody}]
+"""
+
+
+def free_ports(count):
+    """The first of that many free ports in a row."""
+    while True:
+        with contextlib.ExitStack() as open_ones, contextlib.suppress(OSError, OverflowError):
+            first = open_ones.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            for offset in range(1, count):
+                open_ones.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            return port
+
+
+def asked(port, path):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        return json.load(answer)
+
+
+def until(holds, seconds=90):
+    """What `holds` returns as soon as that is true of something."""
+    over = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            if found := holds():
+                return found
+        assert time.monotonic() < over, "it never came"
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def runs(*command):
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        process.wait()
+
+
+@contextlib.contextmanager
+def receivers(tmp_path, ranks_port):
+    """Both receivers; gives Prometheus's process, its port and that of the Alertmanager."""
+    port, manager, rules = free_ports(1), free_ports(1), tmp_path / "alerts.yml"
+    # The rules as they are shipped, for a job whose minutes are seconds.
+    rules.write_text(RULES.read_text().replace("[15m]", "[15s]"))
+    targets = ", ".join(f'"127.0.0.1:{ranks_port + rank}"' for rank in range(2))
+    (tmp_path / "prometheus.yml").write_text(CONFIGURATION.format(rules=rules, manager=manager, ranks=targets))
+    (tmp_path / "manager.yml").write_text(MANAGER)
+    with (
+        runs(
+            str(BIN / "prometheus-alertmanager"),
+            f"--config.file={tmp_path}/manager.yml",
+            f"--storage.path={tmp_path}/manager",
+            f"--web.listen-address=127.0.0.1:{manager}",
+            "--cluster.listen-address=",
+        ),
+        runs(
+            str(BIN / "prometheus"),
+            f"--config.file={tmp_path}/prometheus.yml",
+            f"--storage.tsdb.path={tmp_path}/prometheus",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ) as prometheus,
+    ):
+        yield prometheus, port, manager
+
+
+def trains(rank, world, run, port, enough):
+    """Saves again and again until there is a file `enough`; the third save fails. Returns the number of saves."""
+    os.environ["SHARDFAST_METRICS"] = f"127.0.0.1:{port}"
+    torch.manual_seed(7)
+    model, step = torch.nn.Linear(500, 400), 0
+    while True:
+        step += 1
+        if step == 3:
+            with pytest.raises(sf.Conflict):
+                sf.save(f"{run}/step-00000001", {"model": model})
+        sf.save(f"{run}/step-{step:08}", {"model": model})
+        time.sleep(0.05)
+        ends = torch.tensor(int(Path(enough).exists()))
+        torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MIN)
+        if ends:
+            return step
+
+
+def test_rules_fire_and_resolve_and_hold_nothing_up(ranks, tmp_path):
+    ranks_port, enough, steps = free_ports(2), tmp_path / "enough", []
+    training = threading.Thread(
+        target=lambda: steps.extend(ranks(2, deadline_s=300)(trains, str(tmp_path / "run"), ranks_port, str(enough)))
+    )
+    with receivers(tmp_path, ranks_port) as (prometheus, port, manager):
+        training.start()
+        try:
+
+            def alerts(state):
+                found = asked(port, "/api/v1/alerts")["data"]["alerts"]
+                return {one["labels"]["rank"] for one in found if one["state"] == state}
+
+            until(lambda: alerts("firing") == {"0", "1"})
+            until(lambda: len(asked(manager, "/api/v2/alerts?active=true")) == 2)
+            until(lambda: not alerts("firing"))  # the failure is older than the rule looks back
+            until(lambda: not asked(manager, "/api/v2/alerts?active=true"))
+            # A Prometheus that is stopped in the middle of what it reads: the training goes on.
+            prometheus.send_signal(signal.SIGSTOP)
+            before = len(list((tmp_path / "run").glob("step-*/COMMIT")))
+            until(lambda: len(list((tmp_path / "run").glob("step-*/COMMIT"))) > before + 5)
+            prometheus.send_signal(signal.SIGCONT)
+        finally:
+            enough.touch()
+            training.join()
+    assert len(set(steps)) == 1 and steps[0] > 5, steps
+
+
+def test_the_rules_are_well_formed():
+    checked = subprocess.run([BIN / "promtool", "check", "rules", RULES], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_each_rule_fires_for_its_fault_alone(tmp_path):
+    text = (Path(__file__).parent / "alerts_test.yml").read_text().replace("RULES", str(RULES))
+    (tmp_path / "tests.yml").write_text(text)
+    tested = subprocess.run([BIN / "promtool", "test", "rules", tmp_path / "tests.yml"], capture_output=True, text=True)
+    assert tested.returncode == 0, tested.stdout + tested.stderr

@@ -237,8 +237,10 @@ QUIET = """
 import os, sys, torch, shardfast as sf
 sf.save(sys.argv[1], {"model": torch.nn.Linear(4, 4)})
 names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-listening = {line.split()[9] for file in ("tcp", "tcp6") for line in open(f"/proc/net/{file}") if line.split()[3] == "0A"}
-links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/net/{file}")]
+listening = {line[9] for line in lines if line[3] == "0A"}
+files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+links = [os.readlink(file) for file in files if os.path.lexists(file)]
 print([name for name in names if name.startswith("shardfast-metr")], [one for one in links if one[8:-1] in listening])
 """
 

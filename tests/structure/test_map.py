@@ -51,11 +51,15 @@ NATIVE_CALLERS = {
 
 # What a crate's charter forbids it to know, as far as code can show it (unit tests excepted).
 CLOCKS_AND_DEVICES = r"\bstd::(?:fs|net|thread|time|process|env|io)\b|\btokio::|\bInstant\b|\bSystemTime\b"
-# Python, which backend it is, sockets and their libraries, who listens.
-OUTSIDE = (
-    r"\bpyo3\b|(?i:python)|\bPy[A-Z]\w*|\bstd::net\b|\b(?:tokio|tonic|prost|grpc|rustls)\b"
-    r"|(?i:\w*(?:tcp|udp|unix)_?(?:stream|listener|socket)\w*)|(?i:io_?uring)|\b(?:Local|Memory)Store\b"
+# Python, which backend it is, who listens.
+ABOVE = (
+    r"\bpyo3\b|(?i:python)|\bPy[A-Z]\w*|(?i:io_?uring)|\b(?:Local|Memory)Store\b"
     r"|\bshardfast_store::(?:disk|map|memory|uring|local)\b|\b(?:log|tracing)::|\be?print(?:ln)?!"
+)
+# These, and sockets and their libraries.
+OUTSIDE = (
+    rf"{ABOVE}|\bstd::net\b|\b(?:tokio|tonic|prost|grpc|rustls)\b"
+    r"|(?i:\w*(?:tcp|udp|unix)_?(?:stream|listener|socket)\w*)"
 )
 FORBIDDEN = {
     "format": CLOCKS_AND_DEVICES,
@@ -65,7 +69,8 @@ FORBIDDEN = {
     "coord": r"(?i)\b\w*(?:tensor|manifest|dtype|checkpoint|region)s?(?![a-z])\w*|\bstore\b|telemetry",
     "cli": r"\bpyo3\b|\bshardfast_(?:transfer|format|store|coord|optim)\b",
     "tools": rf"{OUTSIDE}|\bshardfast_(?:coord|optim|multistep)\b",
-    "telemetry": rf"{OUTSIDE}|\bshardfast_(?:coord|plan|optim|multistep|tools)\b",
+    # It serves and sends what it knows.
+    "telemetry": rf"{ABOVE}|\bshardfast_(?:coord|plan|optim|multistep|tools)\b",
     "multistep": rf"{OUTSIDE}|\bshardfast_(?:store|coord)\b|\bStore\b|(?i:\bcommit\w*)|\bstd::(?:fs|process|env)\b",
     # Devices and optimizers, and how a store gives bytes.
     "engine": rf"{OUTSIDE}|(?i:cuda|\bgpu)|(?i:optimi[sz]er)|\b(?:Fetch|Mapping|ObjectReader|PageCache)\b"
@@ -84,13 +89,13 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 
 # Lines that a crate's product may have, comments included: without unit tests and kits for tests.
 CRATE_LINES_MAX = {
-    "native": 3550,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; what follows a save
-    "cli": 1550,  # 1,400 and rewinds, reports of runs
+    "native": 3600,  # 3,000 and bytes and listeners told, layouts of Megatron and DeepSpeed: parts by holders, outlines; what follows a save
+    "cli": 1850,  # 1,400 and rewinds, reports of runs, a look at what runs
     "tools": 3780,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints, errors beside damage
-    "telemetry": 1850,
+    "telemetry": 3620,  # records, verdicts, a page; what runs, as metrics, over HTTP and OTLP
     "multistep": 1950,  # 1,800, rounded up from 1,913
-    "engine": 7600,  # 6,600 and rewinds, attempts that die, calls that meet, ranks that share memory, listeners
-    "transfer": 5850,  # 5,100 and timeouts of calls, the devices of an engine, events of saves and loads
+    "engine": 7650,  # 6,600 and waits told, rewinds, attempts that die, calls that meet, ranks that share memory, listeners
+    "transfer": 5910,  # 5,100 and bytes counted, timeouts of calls, the devices of an engine, events of saves and loads
     "plan": 3000,  # 2,900, rounded up from 2,984
     "format": 3850,  # 3,600 and columns of records
     "store": 7050,  # 6,150 and foreign objects in lists, secrets in messages, events of operations
@@ -98,7 +103,7 @@ CRATE_LINES_MAX = {
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
 PYTHON_LINES_MAX = {
-    "": 2770,  # 2,700 and what ranks are told of arguments and interrupts of one of them
+    "": 2880,  # 2,700 and lines on terminals, metrics asked for, what ranks are told of arguments and interrupts of one of them
     "state": 5300,  # 5,150 and units whose ids clash behind split(), options of ranks
     "capture": 750,
     "adapters": 6600,

@@ -15,18 +15,12 @@ use shardfast_tools::{
 
 use crate::args::Command;
 use crate::doctor::{Host, Report};
+use crate::outcome::{Outcome, outcome};
 use crate::text::{bar, count, plain, size};
 use crate::{FINE, FOUND, describe, exit_code, interval, report, top};
 
 /// Width of a progress bar: beside its figures it fits into 80 columns.
 const BAR_CELLS: usize = 30;
-
-/// The output of a command.
-pub(crate) struct Outcome {
-    pub(crate) text: String,
-    pub(crate) json: String,
-    pub(crate) exit_code: i32,
-}
 
 pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Host) -> Result<Outcome> {
     let timeout = &timeout;
@@ -152,12 +146,6 @@ fn opened(url: &str, timeout: &Timeout) -> Result<(Located, Checkpoint)> {
     let engine: Arc<Engine> = Engine::waiting(timeout.clone());
     let checkpoint = open(&engine, &located.url, timeout.clone())?;
     Ok((located, checkpoint))
-}
-
-pub(crate) fn outcome(text: String, json: &impl Serialize, exit_code: i32) -> Outcome {
-    let mut json = serde_json::to_string_pretty(json).expect("reports have text keys and finite numbers only");
-    json.push('\n');
-    Outcome { text, json, exit_code }
 }
 
 #[derive(Serialize)]

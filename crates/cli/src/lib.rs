@@ -8,6 +8,7 @@ mod commands;
 mod describe;
 mod doctor;
 mod interval;
+mod outcome;
 mod report;
 mod text;
 mod top;

@@ -10,7 +10,7 @@ use shardfast_telemetry::ask;
 use shardfast_telemetry::live::{EndedNow, Frame, RunningNow};
 
 use crate::FINE;
-use crate::commands::{Outcome, outcome};
+use crate::outcome::{Outcome, outcome};
 use crate::report;
 use crate::text::{bar, count, date, duration, plain, plain_lines, ranks, size};
 

@@ -22,7 +22,7 @@ mod verdicts;
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shardfast_engine::listen::{Begun, Listener, Listening};
@@ -37,6 +37,7 @@ pub use digest::Place;
 use events::Lines;
 use live::{Live, Running};
 use object::Collected;
+use otlp::Exporter;
 use record::Record;
 pub use serve::ask;
 pub use verdicts::Verdict;
@@ -44,17 +45,31 @@ pub use verdicts::Verdict;
 /// Version of the program, as objects name it.
 const WRITER: &str = concat!("shardfast ", env!("CARGO_PKG_VERSION"));
 
-/// Saves and loads of the process of that number.
-type Told = Option<(Arc<Live>, u32)>;
+/// Saves and loads of this process, once somebody is to be told of them.
+static TOLD: Mutex<Option<Told>> = Mutex::new(None);
 
-/// Those of this process, once somebody is to be told of them.
-static TOLD: Mutex<Told> = Mutex::new(None);
+/// Saves and loads of a process, and who else is told of them.
+#[derive(Clone)]
+struct Told {
+    live: Arc<Live>,
+    exporter: Option<Arc<Exporter>>,
+    /// Number of the process: a forked one has its parent's memory, but none of its threads.
+    process: u32,
+}
+
+impl Told {
+    /// Returns those of this process.
+    fn of_this(told: Option<&Told>) -> Option<&Told> {
+        told.filter(|told| told.process == std::process::id())
+    }
+}
 
 /// Listener to an engine, which keeps what its saves and loads do.
 pub struct Telemetry {
     place: Place,
     lines: Option<Arc<Lines>>,
     live: OnceLock<Arc<Live>>,
+    exporter: OnceLock<Option<Arc<Exporter>>>,
     spare: Arc<Spare>,
 }
 
@@ -71,6 +86,7 @@ impl Telemetry {
             place: Place { machine, local_rank },
             lines,
             live: OnceLock::new(),
+            exporter: OnceLock::new(),
             spare: Arc::new(Mutex::new(Some(Record::new(Instant::now())))),
         }
     }
@@ -82,7 +98,8 @@ impl Telemetry {
     /// # Errors
     /// `Invalid` for another text; `Unavailable` when the port is taken; `Exhausted` when there is no thread.
     pub fn serve(&self, engine: &Arc<Engine>, address: &str, local_world: u32) -> Result<String> {
-        let (live, _beginning) = self.tell(engine);
+        let mut beginning = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+        let live = self.tell(engine, &mut beginning).live.clone();
         if let Some(address) = live.address.get() {
             return Ok(address.clone());
         }
@@ -106,36 +123,38 @@ impl Telemetry {
     /// `Invalid` names a variable that cannot be used; `Exhausted` when there is no thread.
     pub fn export(&self, engine: &Arc<Engine>) -> Result<bool> {
         let Some(settings) = otlp::Settings::read(|name| std::env::var(name).ok())? else { return Ok(false) };
-        let (live, _beginning) = self.tell(engine);
-        if live.exporter.get().is_none() {
-            let _ = live.exporter.set(otlp::Exporter::start(settings, Arc::clone(&live))?);
+        let mut beginning = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+        let told = self.tell(engine, &mut beginning);
+        if told.exporter.is_none() {
+            told.exporter = Some(Arc::new(Exporter::start(settings, Arc::clone(&told.live))?));
         }
+        let _ = self.exporter.set(told.exporter.clone());
         Ok(true)
     }
 
-    /// Tells of that engine from now on. Returns where, with what keeps others from doing so meanwhile.
-    fn tell(&self, engine: &Arc<Engine>) -> (Arc<Live>, MutexGuard<'static, Told>) {
-        let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-        // A forked process has its parent's memory, but none of its threads.
-        let known = told.as_ref().filter(|(_, process)| *process == std::process::id());
-        let live = match known {
-            Some((live, _)) => Arc::clone(live),
-            None => Arc::new(Live::new(engine, self.place.clone())),
-        };
-        *told = Some((Arc::clone(&live), std::process::id()));
-        if self.live.set(Arc::clone(&live)).is_ok() {
-            live.attach(engine);
+    /// Tells of that engine from now on.
+    fn tell<'a>(&self, engine: &Arc<Engine>, told: &'a mut Option<Told>) -> &'a mut Told {
+        if Told::of_this(told.as_ref()).is_none() {
+            *told = None;
         }
-        (live, told)
+        let told = told.get_or_insert_with(|| Told {
+            live: Arc::new(Live::new(engine, self.place.clone())),
+            exporter: None,
+            process: std::process::id(),
+        });
+        if self.live.set(Arc::clone(&told.live)).is_ok() {
+            told.live.attach(engine);
+        }
+        told
     }
 }
 
 /// Waits until what this process exports is sent, for at most that long.
 pub fn flush(within: Duration) {
     let told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-    let live = told.as_ref().filter(|(_, process)| *process == std::process::id()).map(|(live, _)| Arc::clone(live));
+    let exporter = Told::of_this(told.as_ref()).and_then(|told| told.exporter.clone());
     drop(told);
-    if let Some(exporter) = live.as_ref().and_then(|live| live.exporter.get()) {
+    if let Some(exporter) = exporter {
         exporter.flush(within);
     }
 }
@@ -163,6 +182,7 @@ impl Listener for Telemetry {
         Arc::new(Operation {
             running,
             live,
+            exporter: self.exporter.get().cloned().flatten(),
             spare: Arc::clone(&self.spare),
             run,
             meeting: begun.meeting,
@@ -179,6 +199,7 @@ impl Listener for Telemetry {
 struct Operation {
     running: Arc<Running>,
     live: Option<Arc<Live>>,
+    exporter: Option<Arc<Exporter>>,
     spare: Arc<Spare>,
     /// Run and step of the checkpoint; `None` for a checkpoint of no run.
     run: Option<(String, u64)>,
@@ -201,7 +222,7 @@ impl Observer for Operation {
         self.running.record.noted(event);
         if let (Event::Outcome { failure, after, number }, Some(live)) = (event, &self.live) {
             live.end(&self.running, Some((*after, failure.map(|error| error.message.clone()))));
-            if let Some(exporter) = live.exporter.get() {
+            if let Some(exporter) = &self.exporter {
                 exporter.send(otlp::Ended {
                     running: Arc::clone(&self.running),
                     place: self.place.clone(),

@@ -1,6 +1,7 @@
 //! Keeps what the saves and loads of this process do now and have done, for those who ask while it runs.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -13,7 +14,6 @@ use shardfast_transfer::observed::Observed;
 
 use crate::digest::Place;
 use crate::object::word;
-use crate::otlp::Exporter;
 use crate::record::{BOUNDS_US, Class, Record};
 use crate::{WRITER, since_1970, without_secrets};
 
@@ -125,8 +125,8 @@ pub(crate) struct Live {
     pub(crate) place: Place,
     /// Address at which other ranks can ask this one, once it serves.
     pub(crate) address: OnceLock<String>,
-    /// Exporter of what it tells, if it has one.
-    pub(crate) exporter: OnceLock<Exporter>,
+    /// Number of traces that could not be exported.
+    pub(crate) not_exported: AtomicU64,
     state: Mutex<State>,
     engines: Mutex<Vec<Weak<Engine>>>,
     /// Addresses of other ranks, on rank 0.
@@ -194,7 +194,7 @@ impl Live {
             world: engine.world(),
             place,
             address: OnceLock::new(),
-            exporter: OnceLock::new(),
+            not_exported: AtomicU64::new(0),
             state: Mutex::default(),
             engines: Mutex::default(),
             peers: Mutex::default(),
@@ -255,11 +255,6 @@ impl Live {
     pub(crate) fn peers(&self) -> Vec<(u32, String)> {
         let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         peers.iter().map(|(&rank, address)| (rank, address.clone())).collect()
-    }
-
-    /// Returns the number of traces that could not be exported.
-    pub(crate) fn not_exported(&self) -> u64 {
-        self.exporter.get().map_or(0, Exporter::left_out)
     }
 
     /// Returns this process at this moment.

@@ -3,6 +3,7 @@
 //! [text format 0.0.4]: https://prometheus.io/docs/instrumenting/exposition_formats/
 
 use std::fmt::Write;
+use std::sync::atomic::Ordering::Relaxed;
 
 use shardfast_engine::listen::Verb;
 use shardfast_transfer::events::Phase;
@@ -82,7 +83,7 @@ pub(crate) fn families(live: &Live) -> Vec<Family> {
     families.extend(last(&totals));
     families.extend(storage(&totals));
     let left_out = Family::new("export_left_out_total", Kind::Counter, "Traces that could not be exported.");
-    families.push(left_out.number(&[], live.not_exported() as f64));
+    families.push(left_out.number(&[], live.not_exported.load(Relaxed) as f64));
     families
 }
 

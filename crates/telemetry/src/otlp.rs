@@ -8,7 +8,7 @@ mod message;
 mod settings;
 mod trace;
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -33,6 +33,7 @@ const WAITING_MAX: usize = 8;
 pub(crate) struct Exporter {
     sender: SyncSender<Ended>,
     shared: Arc<Shared>,
+    live: Arc<Live>,
 }
 
 #[derive(Default)]
@@ -40,7 +41,6 @@ struct Shared {
     /// Number of saves and loads that are not sent yet.
     waiting: Mutex<usize>,
     changed: Condvar,
-    left_out: AtomicU64,
 }
 
 impl Exporter {
@@ -51,11 +51,12 @@ impl Exporter {
     pub(crate) fn start(settings: Settings, live: Arc<Live>) -> Result<Exporter> {
         let (sender, receiver) = sync_channel(WAITING_MAX);
         let (shared, runtime) = (Arc::<Shared>::default(), runtime()?);
-        let sending = Sending { settings, live, shared: Arc::clone(&shared), runtime, began: crate::since_1970() };
+        let (told, waiting) = (Arc::clone(&live), Arc::clone(&shared));
+        let sending = Sending { settings, live: told, shared: waiting, runtime, began: crate::since_1970() };
         let thread =
             std::thread::Builder::new().name("shardfast-otlp".to_owned()).spawn(move || sending.run(&receiver));
         let failed = |error| Error::new(Kind::Exhausted, format!("no thread to export traces: {error}"));
-        thread.map(|_| Exporter { sender, shared }).map_err(failed)
+        thread.map(|_| Exporter { sender, shared, live }).map_err(failed)
     }
 
     /// Hands a save or load that has ended to the thread that sends.
@@ -63,7 +64,7 @@ impl Exporter {
         let mut waiting = self.shared.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         match self.sender.try_send(ended) {
             Ok(()) => *waiting += 1,
-            Err(_) => _ = self.shared.left_out.fetch_add(1, Relaxed),
+            Err(_) => _ = self.live.not_exported.fetch_add(1, Relaxed),
         }
     }
 
@@ -71,11 +72,6 @@ impl Exporter {
     pub(crate) fn flush(&self, within: Duration) {
         let waiting = self.shared.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = self.shared.changed.wait_timeout_while(waiting, within, |waiting| *waiting > 0);
-    }
-
-    /// Returns the number of traces that could not be sent.
-    pub(crate) fn left_out(&self) -> u64 {
-        self.shared.left_out.load(Relaxed)
     }
 }
 
@@ -121,7 +117,7 @@ impl Sending {
         let Some(target) = &self.settings.traces else { return };
         let body = trace::request(ended, self.settings.resource(&self.live)).encoded();
         if self.post(target, body).is_err() {
-            self.shared.left_out.fetch_add(1, Relaxed);
+            self.live.not_exported.fetch_add(1, Relaxed);
         }
     }
 

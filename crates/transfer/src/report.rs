@@ -102,8 +102,8 @@ impl Recorder {
         (self.failed.load(Relaxed), self.failures.iter().map_while(OnceLock::get).last().cloned())
     }
 
-    /// Returns the bytes that were moved so far. None is counted beyond those that are expected: the storage may have got
-    /// some of them twice.
+    /// Returns the bytes that were moved so far. None is counted beyond those that are expected: the storage may have
+    /// got some of them twice.
     pub fn moved(&self) -> Moved {
         let (copied, stored) = (self.copied.load(Relaxed), self.stored.load(Relaxed));
         let bytes = self.expected.load(Relaxed);

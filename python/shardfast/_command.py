@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,9 @@ from .native import cli_main
 
 def main() -> int:
     """Runs the command with this process's arguments; the result is the exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Python would note Ctrl-C until the command returns, which watches may never do.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     return cli_main(sys.argv, _host)
 
 

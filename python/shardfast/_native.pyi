@@ -150,6 +150,9 @@ class Session:
     def reserve(self, described: Described) -> None:
         """Makes and page-locks staging memory for what a save of that state copies from devices, in the background."""
 
+    def stands(self, coordinates: Sequence[tuple[str, int]]) -> None:
+        """Notes where this rank stands in the job's meshes, for records of loads under way and of what follows."""
+
     def overdue(self, patience_s: float) -> tuple[list[str], bool]:
         """A sentence for each operation that has waited longer for ranks, once; whether any waits for ranks."""
 
@@ -331,7 +334,10 @@ class Described:
     """Description of a state and of where its tensors lie, for all the saves during which both stay the same."""
 
     def __new__(
-        cls, leaves: Sequence[tuple[Any, ...]], makers: Sequence[tuple[str, str, str, str, list[str], list[str]]] = ...
+        cls,
+        leaves: Sequence[tuple[Any, ...]],
+        makers: Sequence[tuple[str, str, str, str, list[str], list[str]]] = ...,
+        coordinates: Sequence[tuple[str, int]] = ...,
     ) -> Self: ...
     @property
     def devices(self) -> set[int]:

@@ -16,7 +16,7 @@ use shardfast_tools::{
 use crate::args::Command;
 use crate::doctor::{Host, Report};
 use crate::text::{count, plain, size};
-use crate::{FINE, FOUND, describe, exit_code, interval, report};
+use crate::{FINE, FOUND, describe, exit_code, interval, report, watch};
 
 /// The output of a command.
 pub(crate) struct Outcome {
@@ -25,7 +25,7 @@ pub(crate) struct Outcome {
     pub(crate) exit_code: i32,
 }
 
-pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Host) -> Result<Outcome> {
+pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl FnOnce() -> Host) -> Result<Outcome> {
     let timeout = &timeout;
     let engine = || Engine::waiting(timeout.clone());
     match command {
@@ -85,6 +85,14 @@ pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Hos
                 text += &format!("wrote {} ({})\n", plain(&out.to_string_lossy()), size(bytes as u64));
             }
             Ok(outcome(text, &report, FINE))
+        }
+        Command::Watch(asked) if asked.once => {
+            let firing = watch::once(&asked, timeout)?;
+            Ok(outcome(firing.text(), &firing, firing.exit_code()))
+        }
+        Command::Watch(asked) => {
+            watch::follow(&asked, is_json, timeout)?;
+            Ok(Outcome { text: String::new(), json: String::new(), exit_code: FINE })
         }
         Command::Rewind { url, to } => {
             let rewound = rewind(&url, to.saturating_add(1), timeout)?;

@@ -576,6 +576,11 @@ impl<D: Disk> Store for LocalStore<D> {
         })
     }
 
+    fn free_bytes(&self) -> Option<u64> {
+        let room = |place: &Path| uninterrupted(|| self.disk.statvfs(place)).ok();
+        self.root.ancestors().find_map(room).map(|room| room.bytes)
+    }
+
     fn service(&self) -> Option<&dyn Service> {
         None
     }

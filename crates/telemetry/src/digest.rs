@@ -1,5 +1,6 @@
 //! Says in a few hundred bytes what one rank did in an operation that has ended.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use serde::{Deserialize, Serialize};
@@ -13,8 +14,19 @@ use crate::text::Text;
 /// Bytes of a machine's name that are kept.
 const MACHINE_BYTES: usize = 40;
 
-/// Bytes that texts take at most in each of the two last tries to fit into a message.
+/// Bytes of a failure's text that are kept.
 const FAILURE_BYTES: usize = 160;
+
+/// Characters of a failure's text, and whether coordinates are said, in each try to fit into a message. A failure keeps
+/// some characters in all of them, since an empty one says that nothing failed.
+const TRIES: [(usize, bool); 4] =
+    [(FAILURE_BYTES, true), (FAILURE_BYTES / 4, true), (FAILURE_BYTES / 4, false), (4, false)];
+
+/// Coordinates that a rank says at most.
+pub(crate) const COORDINATES_MAX: usize = 8;
+
+/// Bytes of a dimension's name that are kept.
+const DIMENSION_BYTES: usize = 16;
 
 /// Version of the encoding between ranks.
 const VERSION: u8 = 1;
@@ -26,6 +38,29 @@ pub struct Place {
     pub machine: String,
     /// Number of the rank among those of its machine, if it is known.
     pub local_rank: Option<u16>,
+    /// Coordinates in the meshes of the job: names of dimensions, each with the rank's number there.
+    pub coordinates: Vec<(Arc<str>, u16)>,
+}
+
+impl Place {
+    /// Returns the rank's coordinate in a dimension; `None` if it has none.
+    pub(crate) fn at(&self, dimension: &str) -> Option<u16> {
+        self.coordinates.iter().find(|(name, _)| **name == *dimension).map(|(_, at)| *at)
+    }
+}
+
+/// Returns coordinates as digests say them: at most [`COORDINATES_MAX`], with names of at most [`DIMENSION_BYTES`].
+/// Leaves out a second one of a name, one without a name, and one whose number is too large.
+pub(crate) fn bounded<'a>(coordinates: impl IntoIterator<Item = (&'a str, u64)>) -> Vec<(Arc<str>, u16)> {
+    let mut kept: Vec<(Arc<str>, u16)> = Vec::new();
+    for (name, at) in coordinates {
+        let name = Text::<DIMENSION_BYTES>::head(name);
+        let is_new = !name.as_str().is_empty() && kept.iter().all(|(other, _)| **other != *name.as_str());
+        if let Some(at) = u16::try_from(at).ok().filter(|&at| is_new && at < u16::MAX && kept.len() < COORDINATES_MAX) {
+            kept.push((name.as_str().into(), at));
+        }
+    }
+    kept
 }
 
 /// Sums over the operations of one [`Class`] at the store.
@@ -94,19 +129,21 @@ impl Digest {
         }
     }
 
-    /// Returns its bytes, at most [`SAID_BYTES_MAX`]: texts are cut as far as it takes.
+    /// Returns its bytes, at most [`SAID_BYTES_MAX`]: texts are cut, and coordinates left out, as far as it takes.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let cut = |failure: usize| Digest {
+        let coordinates = &self.place.coordinates;
+        let cut = |failure: usize, has_coordinates: bool| Digest {
             place: Place {
                 machine: Text::<MACHINE_BYTES>::head(&self.place.machine).as_str().to_owned(),
-                ..self.place.clone()
+                local_rank: self.place.local_rank,
+                coordinates: if has_coordinates { coordinates.clone() } else { Vec::new() },
             },
             failure: Text::<FAILURE_BYTES>::head(&self.failure).as_str().chars().take(failure).collect(),
             ..self.clone()
         };
-        for failure in [FAILURE_BYTES, FAILURE_BYTES / 4, 0] {
+        for (failure, has_coordinates) in TRIES {
             let mut bytes = vec![VERSION];
-            bytes.extend(postcard::to_stdvec(&cut(failure)).unwrap_or_default());
+            bytes.extend(postcard::to_stdvec(&cut(failure, has_coordinates)).unwrap_or_default());
             if bytes.len() <= SAID_BYTES_MAX {
                 return bytes;
             }
@@ -139,6 +176,7 @@ mod tests {
 
     #[test]
     fn the_largest_digest_fits_into_a_message() {
+        let names: Vec<String> = (0..9).map(|i| format!("{i}{}", "d".repeat(40))).collect();
         let most = Sum {
             count: u32::MAX,
             bytes: u64::MAX,
@@ -146,8 +184,10 @@ mod tests {
             longest_us: u32::MAX,
             by_duration: [u16::MAX; 8],
         };
+        let coordinates = bounded((0..9).map(|i| (&*names[i], 65_534)));
+        assert!(coordinates.len() == 8 && coordinates.iter().all(|(name, _)| name.len() == 16));
         let digest = Digest {
-            place: Place { machine: "m".repeat(300), local_rank: Some(u16::MAX) },
+            place: Place { machine: "m".repeat(300), local_rank: Some(u16::MAX), coordinates: coordinates.clone() },
             phases_us: [u32::MAX; Phase::ALL.len()],
             sums: [most; 5],
             files: u32::MAX,
@@ -161,7 +201,13 @@ mod tests {
         let bytes = digest.encode();
         assert!(!bytes.is_empty() && bytes.len() <= SAID_BYTES_MAX, "{}", bytes.len());
         let found = Digest::decode(&bytes).unwrap();
-        assert_eq!((found.sums, found.files, found.slowest), (digest.sums, u32::MAX, digest.slowest));
+        assert_eq!((found.sums, found.files, &found.slowest), (digest.sums, u32::MAX, &digest.slowest));
+        assert_eq!(found.failure, "ä".repeat(4), "a rank that failed says so");
+        // Sums of a real save leave room for all coordinates.
+        let busy = Sum { count: 9999, bytes: 1 << 40, busy_us: 1 << 30, longest_us: 1 << 24, by_duration: [900; 8] };
+        let real = Digest { sums: [busy; 5], phases_us: [1 << 24; Phase::ALL.len()], paused_us: 1 << 24, ..digest };
+        let found = Digest::decode(&real.encode()).unwrap();
+        assert_eq!((found.place.coordinates, found.failure.chars().count()), (coordinates, 40));
         let usual = Digest { failure: "away".to_owned(), ..Digest::default() };
         assert_eq!(Digest::decode(&usual.encode()), Some(usual.clone()));
         assert!(usual.encode().len() < 120);

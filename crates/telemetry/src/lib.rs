@@ -4,6 +4,7 @@
 //! the outcome is known, and rank 0 stores those of all ranks as one object in the directory `.telemetry` of the run.
 //! [`report()`] reads these objects, verdicts say what was slow, where and why, and a page draws it.
 
+mod alerts;
 mod digest;
 mod events;
 mod object;
@@ -12,6 +13,7 @@ mod record;
 pub mod report;
 mod text;
 mod verdicts;
+mod watch;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -25,19 +27,21 @@ use shardfast_store::{Shared, split};
 use shardfast_transfer::events::Observer;
 use shardfast_transfer::report::Report;
 
-use digest::Digest;
+pub use alerts::{Alert, Change, Rules};
 pub use digest::Place;
+use digest::{Digest, bounded};
 use events::Lines;
 use object::Collected;
 use record::Record;
 pub use verdicts::Verdict;
+pub use watch::Watcher;
 
 /// Version of the program, as objects name it.
 const WRITER: &str = concat!("shardfast ", env!("CARGO_PKG_VERSION"));
 
 /// Listener to an engine, which keeps what its saves and loads do.
 pub struct Telemetry {
-    place: Place,
+    place: Arc<Mutex<Place>>,
     lines: Option<Arc<Lines>>,
     spare: Arc<Spare>,
 }
@@ -51,7 +55,20 @@ impl Telemetry {
     pub fn new(local_rank: Option<u16>, lines: Option<OsString>) -> Telemetry {
         let machine = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let lines = lines.map(|path| Arc::new(Lines::new(path)));
-        Telemetry { place: Place { machine, local_rank }, lines, spare: Arc::new(Mutex::new(Some(Record::new()))) }
+        let place = Arc::new(Mutex::new(Place { machine, local_rank, coordinates: Vec::new() }));
+        Telemetry { place, lines, spare: Arc::new(Mutex::new(Some(Record::new()))) }
+    }
+
+    /// Says where the rank stands in the meshes of its job: names of dimensions, each with the rank's number there. It
+    /// counts for saves that begin from now on, and for loads that are under way, too, since a load begins before its
+    /// state is looked at. Of more than 8 the first ones are kept, of a name the first 16 bytes; none changes nothing.
+    pub fn stands<'a>(&self, coordinates: impl IntoIterator<Item = (&'a str, u64)>) {
+        let coordinates = bounded(coordinates);
+        if let Ok(mut place) = self.place.lock()
+            && !coordinates.is_empty()
+        {
+            place.coordinates = coordinates;
+        }
     }
 }
 
@@ -70,7 +87,10 @@ impl Listener for Telemetry {
             rank: begun.rank,
             world: begun.world,
             began_unix_ms: now.as_millis() as u64,
-            place: self.place.clone(),
+            place: match begun.verb {
+                Verb::Save => Arc::new(Mutex::new(place_in(&self.place))),
+                Verb::Load => Arc::clone(&self.place),
+            },
             lines: self.lines.clone(),
             storage: Arc::clone(begun.storage),
         })
@@ -89,7 +109,7 @@ struct Operation {
     rank: u32,
     world: u32,
     began_unix_ms: u64,
-    place: Place,
+    place: Arc<Mutex<Place>>,
     lines: Option<Arc<Lines>>,
     storage: Arc<Shared>,
 }
@@ -114,7 +134,7 @@ impl Listening for Operation {
         if let Some(lines) = &self.lines {
             lines.append(self);
         }
-        self.run.as_ref().map(|_| Digest::new(&self.place, &self.record, report).encode())
+        self.run.as_ref().map(|_| Digest::new(&place_in(&self.place), &self.record, report).encode())
     }
 
     fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, report: &Report) {
@@ -124,7 +144,7 @@ impl Listening for Operation {
             // What the others said is lost, but rank 0 has its own.
             Err(missing) => {
                 let mut ranks = vec![None; self.world as usize];
-                ranks[0] = Some(Digest::new(&self.place, &self.record, report));
+                ranks[0] = Some(Digest::new(&place_in(&self.place), &self.record, report));
                 (ranks, missing)
             }
         };
@@ -161,6 +181,10 @@ pub fn report(
     let page = page::page(&report, &collected)?;
     page::write(out, &page)?;
     Ok((report, Some(page.len())))
+}
+
+fn place_in(place: &Mutex<Place>) -> Place {
+    place.lock().map(|place| place.clone()).unwrap_or_default()
 }
 
 /// Returns the run of a checkpoint and its step; `None` for a checkpoint that is no step of a run.

@@ -13,7 +13,7 @@ use shardfast_tools::{
     summary, sweep, sync, verify, verify_stored,
 };
 
-use crate::args::Command;
+use crate::args::{Command, Watching};
 use crate::doctor::{Host, Report};
 use crate::text::{count, plain, size};
 use crate::{FINE, FOUND, describe, exit_code, interval, report, watch};
@@ -86,14 +86,7 @@ pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl 
             }
             Ok(outcome(text, &report, FINE))
         }
-        Command::Watch(asked) if asked.once => {
-            let firing = watch::once(&asked, timeout)?;
-            Ok(outcome(firing.text(), &firing, firing.exit_code()))
-        }
-        Command::Watch(asked) => {
-            watch::follow(&asked, is_json, timeout)?;
-            Ok(Outcome { text: String::new(), json: String::new(), exit_code: FINE })
-        }
+        Command::Watch(asked) => watch_command(&asked, is_json, timeout),
         Command::Rewind { url, to } => {
             let rewound = rewind(&url, to.saturating_add(1), timeout)?;
             Ok(outcome(describe::rewound(&rewound), &rewound, FINE))
@@ -128,6 +121,15 @@ pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl 
             Ok(outcome(report.text(), &report, exit_code))
         }
     }
+}
+
+fn watch_command(asked: &Watching, is_json: bool, timeout: &Timeout) -> Result<Outcome> {
+    if !asked.once {
+        watch::follow(asked, is_json, timeout)?;
+        return Ok(Outcome { text: String::new(), json: String::new(), exit_code: FINE });
+    }
+    let firing = watch::once(asked, timeout)?;
+    Ok(outcome(firing.text(), &firing, firing.exit_code()))
 }
 
 fn verify_command(url: &str, all: bool, stored: bool, timeout: &Timeout) -> Result<Outcome> {

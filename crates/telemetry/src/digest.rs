@@ -31,6 +31,9 @@ const DIMENSION_BYTES: usize = 16;
 /// Version of the encoding between ranks.
 const VERSION: u8 = 1;
 
+/// Names of dimensions of meshes, each with the number of a rank there.
+pub(crate) type Coordinates = Vec<(Arc<str>, u16)>;
+
 /// Place of a rank in its job.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
@@ -39,7 +42,7 @@ pub struct Place {
     /// Number of the rank among those of its machine, if it is known.
     pub local_rank: Option<u16>,
     /// Coordinates in the meshes of the job: names of dimensions, each with the rank's number there.
-    pub coordinates: Vec<(Arc<str>, u16)>,
+    pub coordinates: Coordinates,
 }
 
 impl Place {
@@ -51,8 +54,8 @@ impl Place {
 
 /// Returns coordinates as digests say them: at most [`COORDINATES_MAX`], with names of at most [`DIMENSION_BYTES`].
 /// Leaves out a second one of a name, one without a name, and one whose number is too large.
-pub(crate) fn bounded<'a>(coordinates: impl IntoIterator<Item = (&'a str, u64)>) -> Vec<(Arc<str>, u16)> {
-    let mut kept: Vec<(Arc<str>, u16)> = Vec::new();
+pub(crate) fn bounded<'a>(coordinates: impl IntoIterator<Item = (&'a str, u64)>) -> Coordinates {
+    let mut kept = Coordinates::new();
     for (name, at) in coordinates {
         let name = Text::<DIMENSION_BYTES>::head(name);
         let is_new = !name.as_str().is_empty() && kept.iter().all(|(other, _)| **other != *name.as_str());
@@ -175,6 +178,13 @@ mod tests {
     use super::*;
 
     #[test]
+    fn coordinates_are_said_once_and_in_bounds() {
+        let given = [("", 1), ("a", 1), ("a", 2), ("b", 65_535), ("c", 65_534), ("ä".repeat(9).leak(), 3)];
+        let expected = [("a", 1), ("c", 65_534), ("ääääääää", 3)].map(|(name, at)| (name.into(), at));
+        assert_eq!(bounded(given), expected);
+    }
+
+    #[test]
     fn the_largest_digest_fits_into_a_message() {
         let names: Vec<String> = (0..9).map(|i| format!("{i}{}", "d".repeat(40))).collect();
         let most = Sum {
@@ -187,7 +197,7 @@ mod tests {
         let coordinates = bounded((0..9).map(|i| (&*names[i], 65_534)));
         assert!(coordinates.len() == 8 && coordinates.iter().all(|(name, _)| name.len() == 16));
         let digest = Digest {
-            place: Place { machine: "m".repeat(300), local_rank: Some(u16::MAX), coordinates: coordinates.clone() },
+            place: Place { machine: "m".repeat(300), local_rank: Some(u16::MAX), coordinates },
             phases_us: [u32::MAX; Phase::ALL.len()],
             sums: [most; 5],
             files: u32::MAX,
@@ -203,9 +213,13 @@ mod tests {
         let found = Digest::decode(&bytes).unwrap();
         assert_eq!((found.sums, found.files, &found.slowest), (digest.sums, u32::MAX, &digest.slowest));
         assert_eq!(found.failure, "ä".repeat(4), "a rank that failed says so");
-        // Sums of a real save leave room for all coordinates.
+        assert_eq!(found.place.coordinates, [], "these go before the failure");
+        // A real save leaves room for both.
+        let coordinates = bounded(["dp_shard", "tp", "cp", "ep", "pp"].map(|name| (name, 1000)));
         let busy = Sum { count: 9999, bytes: 1 << 40, busy_us: 1 << 30, longest_us: 1 << 24, by_duration: [900; 8] };
-        let real = Digest { sums: [busy; 5], phases_us: [1 << 24; Phase::ALL.len()], paused_us: 1 << 24, ..digest };
+        let place = Place { coordinates: coordinates.clone(), ..digest.place.clone() };
+        let phases_us = [1 << 24; Phase::ALL.len()];
+        let real = Digest { place, sums: [busy; 5], phases_us, paused_us: 1 << 24, ..digest };
         let found = Digest::decode(&real.encode()).unwrap();
         assert_eq!((found.place.coordinates, found.failure.chars().count()), (coordinates, 40));
         let usual = Digest { failure: "away".to_owned(), ..Digest::default() };

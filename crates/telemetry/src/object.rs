@@ -7,7 +7,7 @@ use shardfast_engine::{Error, Result};
 use shardfast_format::{Columns, record_name};
 use shardfast_transfer::events::Phase;
 
-use crate::digest::{COORDINATES_MAX, Digest, Place, Sum};
+use crate::digest::{COORDINATES_MAX, Coordinates, Digest, Place, Sum};
 use crate::record::{BOUNDS_US, Class};
 
 /// Version of the object's columns.
@@ -147,7 +147,6 @@ impl Collected {
             serde_json::from_str(text).ok()
         }
         let machines: Vec<String> = parsed(note("machines")?).ok_or_else(|| corrupt("machines: no list".to_owned()))?;
-        let mesh: Vec<Arc<str>> = parsed(note("mesh")?).ok_or_else(|| corrupt("mesh: no list".to_owned()))?;
         let texts = |name: &str| {
             let texts: Option<std::collections::BTreeMap<usize, String>> = parsed(note(name)?);
             texts.ok_or_else(|| corrupt(format!("{name}: no texts by rank")))
@@ -160,16 +159,7 @@ impl Collected {
         let (machine, _) = columns.get::<u32>("machine", rows)?;
         let (local_rank, _) = columns.get::<u16>("local_rank", rows)?;
         let (phases, phases_width) = columns.get::<u32>("phases_us", rows)?;
-        let (coordinates, dimensions) =
-            if mesh.is_empty() { (Vec::new(), 0) } else { columns.get::<u16>("coordinates", rows)? };
-        if dimensions != mesh.len() {
-            let found = mesh.len();
-            return Err(corrupt(format!("mesh: expected {dimensions} names, one for each coordinate, found {found}")));
-        }
-        let coordinates_of = |rank: usize| {
-            let row = mesh.iter().zip(&coordinates[rank * dimensions..]);
-            row.filter(|(_, at)| **at != u16::MAX).map(|(name, at)| (Arc::clone(name), *at)).collect()
-        };
+        let mut coordinates = coordinates(&columns, note("mesh")?, rows).map_err(corrupt)?;
         let (files, _) = columns.get::<u32>("files", rows)?;
         let (failed, _) = columns.get::<u32>("failed", rows)?;
         let (ended, _) = columns.get::<u64>("ended_us", rows)?;
@@ -200,7 +190,7 @@ impl Collected {
                 place: Place {
                     machine: machines.get(machine[rank] as usize).cloned().unwrap_or_default(),
                     local_rank: (local_rank[rank] != u16::MAX).then_some(local_rank[rank]),
-                    coordinates: coordinates_of(rank),
+                    coordinates: std::mem::take(&mut coordinates[rank]),
                 },
                 phases_us: std::array::from_fn(|i| phases[rank * Phase::ALL.len() + i]),
                 sums: std::array::from_fn(|class| sum(rank, class)),
@@ -239,6 +229,23 @@ impl Collected {
     pub(crate) fn said(&self) -> impl Iterator<Item = &Digest> {
         self.ranks.iter().flatten()
     }
+}
+
+/// Returns the coordinates of all ranks, given the note that names the dimensions, or what is wrong with them.
+fn coordinates(columns: &Columns, mesh: &str, rows: usize) -> std::result::Result<Vec<Coordinates>, String> {
+    let mesh: Vec<Arc<str>> = serde_json::from_str(mesh).map_err(|_| "mesh: no list".to_owned())?;
+    if mesh.is_empty() {
+        return Ok(vec![Vec::new(); rows]);
+    }
+    let (coordinates, width) = columns.get::<u16>("coordinates", rows).map_err(|error| error.to_string())?;
+    if width != mesh.len() {
+        return Err(format!("mesh: expected {width} names, one for each coordinate, found {}", mesh.len()));
+    }
+    let of = |row: &[u16]| {
+        let named = mesh.iter().zip(row).filter(|(_, at)| **at != u16::MAX);
+        named.map(|(name, at)| (Arc::clone(name), *at)).collect()
+    };
+    Ok(coordinates.chunks(width).map(of).collect())
 }
 
 /// Returns the word of a verb, in names and notes.

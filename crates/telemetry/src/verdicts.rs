@@ -32,7 +32,8 @@ const SMALL_MIN: u64 = 200;
 /// Finding about one save or load.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Verdict {
-    /// Whom it concerns: `rank 3`, `ranks 1, 2`, `machine node-7`, `tp=1` (all ranks with that coordinate), `all ranks`.
+    /// Whom it concerns: `rank 3`, `ranks 1, 2`, `machine node-7`, `tp=1` for all ranks with that coordinate, or
+    /// `all ranks`.
     pub subject: String,
     /// Place of a single rank, its machine and coordinates: `node-7, tp=1 pp=4`; `None` for other subjects.
     pub place: Option<String>,

@@ -1,4 +1,4 @@
-"""Where this rank stands in the meshes of its job, as far as a state shows it: for records of saves and loads."""
+"""Coordinates of this rank in the meshes of its job, as far as a state shows them: for records of saves and loads."""
 
 from __future__ import annotations
 

@@ -213,6 +213,24 @@ mod tests {
     }
 
     #[test]
+    fn a_save_has_the_coordinates_of_its_begin_and_a_load_those_of_its_end() {
+        let (telemetry, storage) = (Telemetry::new(None, None), Arc::default());
+        let begins = |verb| {
+            let (began, url) = (std::time::Instant::now(), "/run/step-00000001");
+            telemetry.begins(&Begun { verb, url, step: Some(1), began, rank: 0, world: 1, storage: &storage })
+        };
+        telemetry.stands([("tp", 1)]);
+        let (save, load) = (begins(Verb::Save), begins(Verb::Load));
+        telemetry.stands([("tp", 2)]);
+        telemetry.stands(None);
+        let said = |listening: &Arc<dyn Listening>| {
+            Digest::decode(&listening.says(&Report::default()).unwrap()).unwrap().place.coordinates
+        };
+        assert_eq!((said(&save), said(&load)), (vec![("tp".into(), 1)], vec![("tp".into(), 2)]));
+        assert_eq!(said(&begins(Verb::Save)), [("tp".into(), 2)]);
+    }
+
+    #[test]
     fn a_url_is_shown_without_secrets() {
         assert_eq!(without_secrets("s3://key:secret@host/a@b/c?sig=1#x"), "s3://host/a@b/c");
         assert_eq!(without_secrets("/runs/a@b"), "/runs/a@b");

@@ -193,8 +193,7 @@ pub(crate) struct Watching {
     /// Look once: exit code 1 if an alert fires, else 0
     #[arg(long, conflicts_with = "every")]
     pub(crate) once: bool,
-    /// Share of the median rate below which a save is too slow, at most 1. Of this rule and the next ones 0 turns one
-    /// off
+    /// Share of the median rate below which a save is too slow, at most 1; 0 turns this rule off, or one of the next
     #[arg(long, value_name = "SHARE", default_value_t = 0.5, allow_hyphen_values = true)]
     pub(crate) rate: f64,
     /// Time until the state could change that is too long, such as 2s; unless it is given, ten times the median and

@@ -577,8 +577,9 @@ impl<D: Disk> Store for LocalStore<D> {
     }
 
     fn free_bytes(&self) -> Option<u64> {
-        let room = |place: &Path| uninterrupted(|| self.disk.statvfs(place)).ok();
-        self.root.ancestors().find_map(room).map(|room| room.bytes)
+        // The root may not be made yet.
+        let mut rooms = self.root.ancestors().map(|place| uninterrupted(|| self.disk.statvfs(place)));
+        rooms.find(|room| !matches!(room, Err(Errno::NOENT)))?.ok().map(|room| room.bytes)
     }
 
     fn service(&self) -> Option<&dyn Service> {

@@ -185,7 +185,7 @@ impl Collected {
                 by_duration: std::array::from_fn(|i| by_duration[at * durations + i]),
             }
         };
-        let mut digest = |rank: usize| {
+        let digest = |rank: usize| {
             (said[rank] != 0).then(|| Digest {
                 place: Place {
                     machine: machines.get(machine[rank] as usize).cloned().unwrap_or_default(),
@@ -203,14 +203,13 @@ impl Collected {
                 is_page_locked: locked[rank] != 0,
             })
         };
-        let ranks = (0..rows).map(&mut digest).collect();
         Ok(Collected {
             verb,
             step: number("step")?,
             began_unix_ms: number("began_unix_ms")?,
             writer: note("writer")?.to_owned(),
             missing: parsed(note("missing")?).ok_or_else(|| corrupt("missing: no list".to_owned()))?,
-            ranks,
+            ranks: (0..rows).map(digest).collect(),
         })
     }
 

@@ -159,6 +159,8 @@ class Session:
 
     def export(self) -> bool:
         """Exports traces and metrics over OTLP if the environment says where to; returns whether it does."""
+    def stands(self, coordinates: Sequence[tuple[str, int]]) -> None:
+        """Notes where this rank stands in the job's meshes, for records of loads under way and of what follows."""
 
     def overdue(self, patience_s: float) -> tuple[list[str], bool]:
         """A sentence for each operation that has waited longer for ranks, once; whether any waits for ranks."""
@@ -347,7 +349,10 @@ class Described:
     """Description of a state and of where its tensors lie, for all the saves during which both stay the same."""
 
     def __new__(
-        cls, leaves: Sequence[tuple[Any, ...]], makers: Sequence[tuple[str, str, str, str, list[str], list[str]]] = ...
+        cls,
+        leaves: Sequence[tuple[Any, ...]],
+        makers: Sequence[tuple[str, str, str, str, list[str], list[str]]] = ...,
+        coordinates: Sequence[tuple[str, int]] = ...,
     ) -> Self: ...
     @property
     def devices(self) -> set[int]:

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import adapters as frameworks
 from . import native
+from .capture.durations import Durations
 from .capture.in_flight import REST_S, Pending, in_flight
 from .capture.multistep import Ahead
 from .errors import Corrupt, Error, Invalid
@@ -129,6 +130,7 @@ class Checkpointer:
         self.committed: int | None = None
         self.restored: LoadPlan | None = None
         self.report: dict[str, Any] | None = None
+        self._durations = Durations()
         self.every = None if every is None else every.of_run()
         self._schedule = self.every or Schedule()
         # What the schedule has counted of in_flight.waited_s.
@@ -441,6 +443,9 @@ class Checkpointer:
             failure = self._clear(retention, leaving)
             pending.end()
             self._ended(pending, is_committed=True)
+            unusual = self._durations.noticed(pending.report["phases_ms"])
+            if unusual is not None:
+                _log.warning("the save of %s: %s; `shardfast report %s` says more", pending.url, unusual, self.url)
             self.committed = max(step, self.committed or 0)
             lag_s = pending.report["phases_ms"]["committed"] / 1e3
             self._schedule.committed(number, pending.committed_notes(), lag_s)

@@ -19,6 +19,7 @@ from .progress import shown
 from .session import TELLING_S, TIMEOUT_S, current
 from .session import alone as one_process
 from .state.catalog import SavedAlias, SavedLeaf, SavedObject, SavedTensor
+from .state.coordinates import coordinates_of, shown_by
 from .state.description import Describer
 from .state.entries import Walked, in_use, walk
 from .state.load_plan import LoadPlan, Options, Rename
@@ -384,6 +385,7 @@ def _matched(
     saved = [_saved_leaf(index, leaf) for index, leaf in enumerate(checkpoint.leaves)]
     alone = functools.partial(prepared, session, timeout_s=timeout_s)
     walked: Walked = alone(lambda: walk(state))
+    session.stands(coordinates_of(shown_by(walked.entries), walked.adapters))
     problems = in_use(walked.entries, options.selects)
     pieces = load_pieces(checkpoint, walked, saved, options, timeout_s, dry, alone)
     pieces.problems += problems

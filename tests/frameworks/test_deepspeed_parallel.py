@@ -9,6 +9,8 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed_jobs import BATCH, WIDTH, Job, differences
+from shardfast.state.coordinates import coordinates_of, shown_by
+from shardfast.state.entries import walk
 
 deepspeed = deepspeed_jobs.deepspeed
 LAYERS = 3
@@ -185,3 +187,19 @@ def test_experts_load_into_other_ranks(ranks, tmp_path, saved, loaded):
     assert sum("deepspeed_experts.3" in name for name in expected) == 4 * 4
     for found in ranks(loaded[0])(load_experts, str(tmp_path / "a"), *loaded[1:]):
         assert differences(expected, found) == []
+
+
+def stands(rank, world, stages, ranks_of_experts):
+    """What is said of this rank for a state with an engine, and its places by DeepSpeed's own words."""
+    engine = pipeline(stages, Job(1), False) if stages else experts(ranks_of_experts, 1)
+    walked = walk(state_of(engine))
+    said = coordinates_of(shown_by(walked.entries), walked.adapters)
+    if stages:
+        return said, [("pp", engine.grid.get_stage_id()), ("dp", engine.grid.get_data_parallel_id())]
+    return said, [("dp", rank), ("ep", rank % ranks_of_experts)]
+
+
+@pytest.mark.parametrize(("stages", "ranks_of_experts"), [(2, 0), (0, 2)])
+def test_coordinates_are_those_of_the_engines_groups(ranks, stages, ranks_of_experts):
+    for said, own in ranks(4)(stands, stages, ranks_of_experts):
+        assert said == own

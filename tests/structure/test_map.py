@@ -89,10 +89,10 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 
 # Lines that a crate's product may have, comments included: without unit tests and kits for tests.
 CRATE_LINES_MAX = {
-    "native": 3600,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; what is told of a save
-    "cli": 1850,  # 1,400 and rewinds, reports of runs, a look at what runs
+    "native": 3650,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; what is told of a save
+    "cli": 2150,  # 1,400 and rewinds, reports of runs, watches of them, a look at what runs
     "tools": 3780,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints, errors beside damage
-    "telemetry": 3620,  # records, verdicts, a page; what runs, as metrics, over HTTP and OTLP
+    "telemetry": 4300,  # records, verdicts, a page, alerts; what runs, as metrics, over HTTP and OTLP
     "multistep": 1950,  # 1,800, rounded up from 1,913
     "engine": 7650,  # 6,600 and rewinds, attempts that die, calls that meet, ranks that share memory, listeners
     "transfer": 5910,  # 5,100 and bytes counted, timeouts of calls, the devices of an engine, events of saves and loads
@@ -103,9 +103,9 @@ CRATE_LINES_MAX = {
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
 PYTHON_LINES_MAX = {
-    "": 2880,  # 2,700 and what ranks are told of arguments and interrupts of one of them, lines on terminals
-    "state": 5300,  # 5,150 and units whose ids clash behind split(), options of ranks
-    "capture": 750,
+    "": 2890,  # 2,700 and what ranks are told of arguments and interrupts of one of them, lines on terminals
+    "state": 5350,  # 5,150 and units whose ids clash behind split(), options of ranks, coordinates of ranks
+    "capture": 830,  # 750 and saves that take far longer than usual, how far a save is
     "adapters": 6600,
     "data": 1220,  # 920 and refusals of positions that mean other samples: another sampler, order, pipeline or setting
     "integrations": 5100,

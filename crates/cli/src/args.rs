@@ -13,7 +13,7 @@ whose newest committed checkpoint is meant.
 
 Exit codes:
   0  fine
-  1  diff found a difference, verify found damage, or doctor found that nothing can be saved
+  1  diff found a difference, verify found damage, doctor found that nothing can be saved, or an alert of watch fires
   2  usage: the arguments, the URL or a permission must be fixed
   3  there is no such checkpoint, run or key
   4  what is there cannot be read: corrupt, or written by a newer version
@@ -142,6 +142,9 @@ pub(crate) enum Command {
         #[arg(long)]
         once: bool,
     },
+    /// Say when saves of a run fail, slow down or stay away, and when that is over
+    #[command(after_help = EXIT_CODES)]
+    Watch(Watching),
     /// Move the steps of a run behind one out of its way, to a run of their own below it; deletes nothing
     #[command(after_help = EXIT_CODES)]
     Rewind {
@@ -185,6 +188,40 @@ pub(crate) enum Command {
         #[arg(default_value = ".")]
         path: String,
     },
+}
+
+/// A run that is watched.
+#[derive(Debug, Args)]
+pub(crate) struct Watching {
+    /// Path or URL of a run
+    pub(crate) url: String,
+    /// Command for the shell, run for each alert that begins or is over, with SHARDFAST_ALERT, SHARDFAST_ALERT_STATE
+    /// (firing or resolved), SHARDFAST_ALERT_SUBJECT, SHARDFAST_ALERT_STEP, SHARDFAST_ALERT_TEXT and
+    /// SHARDFAST_ALERT_RUN; it has 10 s
+    #[arg(long, value_name = "COMMAND")]
+    pub(crate) exec: Option<String>,
+    /// From one look to the next, such as 30s or 5m
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = time, allow_hyphen_values = true)]
+    pub(crate) every: f64,
+    /// Look once: exit code 1 if an alert fires, else 0
+    #[arg(long, conflicts_with = "every")]
+    pub(crate) once: bool,
+    /// Share of the median rate below which a save is too slow, at most 1; 0 turns this rule off, or one of the next
+    #[arg(long, value_name = "SHARE", default_value_t = 0.5, allow_hyphen_values = true)]
+    pub(crate) rate: f64,
+    /// Time until the state could change that is too long, such as 2s; unless it is given, ten times the median and
+    /// more than 5 s
+    #[arg(long, value_name = "TIME", value_parser = time_or_zero, allow_hyphen_values = true)]
+    pub(crate) stall: Option<f64>,
+    /// Usual intervals between two saves after which a durable checkpoint is overdue, at least 1
+    #[arg(long, value_name = "INTERVALS", default_value_t = 3.0, allow_hyphen_values = true)]
+    pub(crate) overdue: f64,
+    /// Saves in a row in which the same rank, machine or coordinate is slow
+    #[arg(long, value_name = "SAVES", default_value_t = 3)]
+    pub(crate) slow: usize,
+    /// Saves that must have room in the storage
+    #[arg(long, value_name = "SAVES", default_value_t = 2.0, allow_hyphen_values = true)]
+    pub(crate) room: f64,
 }
 
 /// A planned job.

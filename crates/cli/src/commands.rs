@@ -13,16 +13,16 @@ use shardfast_tools::{
     summary, sweep, sync, verify, verify_stored,
 };
 
-use crate::args::Command;
+use crate::args::{Command, Watching};
 use crate::doctor::{Host, Report};
 use crate::outcome::{Outcome, outcome};
 use crate::text::{bar, count, plain, size};
-use crate::{FINE, FOUND, describe, exit_code, interval, report, top};
+use crate::{FINE, FOUND, describe, exit_code, interval, report, top, watch};
 
 /// Width of a progress bar: beside its figures it fits into 80 columns.
 const BAR_CELLS: usize = 30;
 
-pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Host) -> Result<Outcome> {
+pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl FnOnce() -> Host) -> Result<Outcome> {
     let timeout = &timeout;
     let engine = || Engine::waiting(timeout.clone());
     match command {
@@ -84,6 +84,7 @@ pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Hos
             Ok(outcome(text, &report, FINE))
         }
         Command::Top { target, every, once } => top::run(&target, every, once, timeout),
+        Command::Watch(asked) => watch_command(&asked, is_json, timeout),
         Command::Rewind { url, to } => {
             let rewound = rewind(&url, to.saturating_add(1), timeout)?;
             Ok(outcome(describe::rewound(&rewound), &rewound, FINE))
@@ -118,6 +119,15 @@ pub(crate) fn run(command: Command, timeout: Timeout, host: impl FnOnce() -> Hos
             Ok(outcome(report.text(), &report, exit_code))
         }
     }
+}
+
+fn watch_command(asked: &Watching, is_json: bool, timeout: &Timeout) -> Result<Outcome> {
+    if !asked.once {
+        watch::follow(asked, is_json, timeout)?;
+        return Ok(Outcome { text: String::new(), json: String::new(), exit_code: FINE });
+    }
+    let firing = watch::once(asked, timeout)?;
+    Ok(outcome(firing.text(), &firing, firing.exit_code()))
 }
 
 fn verify_command(url: &str, all: bool, stored: bool, timeout: &Timeout) -> Result<Outcome> {

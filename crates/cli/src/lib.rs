@@ -12,6 +12,7 @@ mod outcome;
 mod report;
 mod text;
 mod top;
+mod watch;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -24,7 +25,7 @@ pub use doctor::{Finding, Host, Status};
 
 /// Exit code if nothing is wrong and nothing differs.
 const FINE: i32 = 0;
-/// Exit code if `diff` found a difference, `verify` damage, or `doctor` that nothing can be saved.
+/// Exit code if `diff` found a difference, `verify` damage, `doctor` that nothing can be saved, or `watch` an alert.
 const FOUND: i32 = 1;
 /// Exit code if the call must be fixed: arguments, a URL, a permission.
 const USAGE: i32 = 2;
@@ -46,7 +47,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host
             return error.exit_code();
         }
     };
-    let outcome = match commands::run(arguments.command, Timeout::of_call(arguments.timeout.0), host) {
+    let outcome = match commands::run(arguments.command, arguments.json, Timeout::of_call(arguments.timeout.0), host) {
         Ok(outcome) => outcome,
         Err(error) => {
             let _ = writeln!(io::stderr(), "shardfast: {}: {}", error.kind.name(), text::plain_lines(&error.message));

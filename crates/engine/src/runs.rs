@@ -92,7 +92,10 @@ fn commit_of(store: &dyn Store, step: u64, timeout: &Timeout) -> Result<Option<C
 }
 
 /// Returns the steps among these entries of a run, ascending, committed or not.
-fn steps(url: &str, entries: &[Entry]) -> Result<Vec<u64>> {
+///
+/// # Errors
+/// `Invalid` when a checkpoint is there instead of a run.
+pub fn steps(url: &str, entries: &[Entry]) -> Result<Vec<u64>> {
     if entries.iter().any(|entry| entry.name == COMMIT && !entry.is_dir) {
         return Err(Error::invalid(format!(
             "{url}: expected a run (a directory of checkpoints `{}`), found one checkpoint",

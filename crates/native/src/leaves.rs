@@ -156,6 +156,8 @@ pub(crate) struct Described {
     /// The samples that are read when a save begins.
     spots: Spots,
     captures: Captures,
+    /// Coordinates of this rank in the meshes that the state shows.
+    coordinates: Vec<(String, u64)>,
 }
 
 /// A part of a leaf whose bytes lie in one run.
@@ -274,10 +276,15 @@ impl Described {
     /// or `None`, and `compared` when their copies are compared, one of "first save", "on request", "every save" and
     /// "never"; `("object", key, name, layout, owner)` with `owner` as "job", "rank"
     /// or the piece `(index, count)`; or `("alias", key, name, layout, of_key, of_name)`.
-    /// From makers: `(key, name, class, kind, made, unmade)`, by the name of a value.
+    /// From makers: `(key, name, class, kind, made, unmade)`, by the name of a value. `coordinates` are this rank's in
+    /// the meshes of its job, by the name of the dimension.
     #[new]
-    #[pyo3(signature = (leaves, makers = vec![]))]
-    fn new<'py>(leaves: &Bound<'py, PyAny>, makers: Vec<GivenMaker>) -> PyResult<Described> {
+    #[pyo3(signature = (leaves, makers = vec![], coordinates = vec![]))]
+    fn new<'py>(
+        leaves: &Bound<'py, PyAny>,
+        makers: Vec<GivenMaker>,
+        coordinates: Vec<(String, u64)>,
+    ) -> PyResult<Described> {
         let made = |(key, name, class, kind, made, unmade): GivenMaker| Maker {
             value: LeafName::new(key, name),
             class,
@@ -334,7 +341,7 @@ impl Described {
         let replicas = (!leaves.iter().zip(&known).any(is_unknown))
             .then(|| Arc::new(Replicas { groups: groups.sets, leaves: known }));
         let (catalog, bodies) = (Arc::new(Catalog { leaves }), Arc::new(bodies));
-        Ok(Described { catalog, replicas, compared, makers, bodies, spots, captures })
+        Ok(Described { catalog, replicas, compared, makers, bodies, spots, captures, coordinates })
     }
 
     /// Returns the numbers of the devices on which tensors lie.
@@ -345,6 +352,11 @@ impl Described {
 }
 
 impl Described {
+    /// Returns the coordinates of this rank in the meshes that the state shows.
+    pub(crate) fn coordinates(&self) -> &[(String, u64)] {
+        &self.coordinates
+    }
+
     /// The devices on which tensors lie, and how many bytes of them.
     pub(crate) fn device_bytes(&self) -> BTreeMap<u32, u64> {
         let mut bytes = BTreeMap::new();

@@ -66,6 +66,7 @@ pub(crate) fn save(
     };
     let destination = Destination { url, step, user, prove, blocking };
     let timeout = seconds(timeout_s)?;
+    session.stand(described.coordinates());
     let pending = shardfast_engine::save_deferred(engine, destination, described.captures(), state, timeout);
     Ok(Pending { pending: Own::new("this save", pending) })
 }

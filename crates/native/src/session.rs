@@ -120,9 +120,14 @@ impl Session {
     fn new(coord: Arc<dyn Coord>, staging_bytes: u64, local_rank: u32) -> PyResult<Session> {
         let engine = Engine::new(coord, staging_bytes).map_err(raise)?;
         let telemetry = Arc::new(Telemetry::new(u16::try_from(local_rank).ok(), std::env::var_os(EVENTS)));
-        engine.listen(Arc::clone(&telemetry) as Arc<dyn Listener>);
+        engine.listen(Arc::<Telemetry>::clone(&telemetry));
         let engine = Own::new("this job's session", engine);
         Ok(Session { engine, telemetry, local_world: 1, is_whole_job: true })
+    }
+
+    /// Notes where this rank stands in the meshes of its job.
+    pub(crate) fn stand(&self, coordinates: &[(String, u64)]) {
+        self.telemetry.stands(coordinates.iter().map(|(name, at)| (&**name, *at)));
     }
 
     /// Returns whether none of the job's ranks is left out.
@@ -181,6 +186,13 @@ impl Session {
         // Memory that is locked for one device is locked for all.
         let Some((device, _)) = bytes.first_key_value() else { return Ok(()) };
         self.engine()?.accelerators().reserve(*device, bytes.values().sum()).map_err(raise)
+    }
+
+    /// Notes where this rank stands in the meshes of its job, by the name of the dimension, for records of loads under
+    /// way and of what follows.
+    #[allow(clippy::needless_pass_by_value)] // Python hands over a list
+    fn stands(&self, coordinates: Vec<(String, u64)>) {
+        self.stand(&coordinates);
     }
 
     /// Returns a sentence for each operation that has waited longer than `patience_s` for other ranks to call it, once,

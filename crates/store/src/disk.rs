@@ -105,7 +105,7 @@ pub trait Disk: Send + Sync + 'static {
     fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>>;
     /// Returns the attributes of a path's target; links are followed.
     fn stat(&self, path: &Path) -> Sys<Stat>;
-    /// Returns the free space of a path's file system.
+    /// Returns the free space of a path's file system; fails for one that counts no space.
     fn statvfs(&self, _path: &Path) -> Sys<Room> {
         Err(Errno::NOSYS)
     }
@@ -242,6 +242,9 @@ impl Disk for RealDisk {
 
     fn statvfs(&self, path: &Path) -> Sys<Room> {
         let found = fs::statvfs(path)?;
+        if found.f_blocks == 0 {
+            return Err(Errno::NOSYS);
+        }
         let bytes = found.f_bavail.saturating_mul(found.f_frsize);
         Ok(Room { bytes, files: (found.f_files > 0).then_some(found.f_favail) })
     }

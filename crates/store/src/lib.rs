@@ -181,6 +181,9 @@ pub trait Store: Send + Sync {
     /// leave any part of it. A missing directory is no error.
     fn delete_tree(&self, dir: &str) -> Result<()>;
 
+    /// Returns the bytes that can still be stored here now; `None` where the storage does not tell.
+    fn free_bytes(&self) -> Option<u64>;
+
     /// Returns what only a service offers; `None` if this machine reaches the storage without requests.
     fn service(&self) -> Option<&dyn Service>;
 }

@@ -576,6 +576,12 @@ impl<D: Disk> Store for LocalStore<D> {
         })
     }
 
+    fn free_bytes(&self) -> Option<u64> {
+        // The root may not be made yet.
+        let mut rooms = self.root.ancestors().map(|place| uninterrupted(|| self.disk.statvfs(place)));
+        rooms.find(|room| !matches!(room, Err(Errno::NOENT)))?.ok().map(|room| room.bytes)
+    }
+
     fn service(&self) -> Option<&dyn Service> {
         None
     }

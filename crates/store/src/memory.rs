@@ -226,6 +226,10 @@ impl Store for MemoryStore {
         })
     }
 
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
+
     fn service(&self) -> Option<&dyn Service> {
         None
     }

@@ -599,6 +599,10 @@ impl Store for RemoteStore {
         self.place.delete_tree(dir)
     }
 
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
+
     fn service(&self) -> Option<&dyn Service> {
         Some(self)
     }

@@ -103,6 +103,18 @@ fn a_file_is_not_taken_for_a_store() {
 }
 
 #[test]
+fn a_store_tells_how_much_room_is_left_if_it_knows() {
+    let dir = tempfile::tempdir().unwrap();
+    for url in [dir.path().to_path_buf(), dir.path().join("not/made/yet")] {
+        assert!(open(url.to_str().unwrap()).unwrap().free_bytes() > Some(0));
+    }
+    // A file system that counts no space, and a store without one.
+    for url in ["/proc/self", "memory://room"] {
+        assert_eq!(open(url).unwrap().free_bytes(), None, "{url}");
+    }
+}
+
+#[test]
 fn links_are_read_through_but_not_deleted_through() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);

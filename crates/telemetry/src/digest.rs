@@ -1,5 +1,6 @@
 //! Says in a few hundred bytes what one rank did in an operation that has ended.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use serde::{Deserialize, Serialize};
@@ -16,11 +17,29 @@ const MACHINE_BYTES: usize = 40;
 /// Bytes of an address that are kept.
 const ADDRESS_BYTES: usize = 64;
 
-/// Bytes that texts take at most in each of the two last tries to fit into a message.
+/// Bytes of a failure's text that are kept.
 const FAILURE_BYTES: usize = 160;
+
+/// Characters of a failure's text, those of the address, and whether coordinates are said, in each try to fit into a
+/// message. A failure keeps some characters in all of them, since an empty one says that nothing failed.
+const TRIES: [(usize, usize, bool); 4] = [
+    (FAILURE_BYTES, ADDRESS_BYTES, true),
+    (FAILURE_BYTES / 4, ADDRESS_BYTES, true),
+    (FAILURE_BYTES / 4, 0, false),
+    (4, 0, false),
+];
+
+/// Coordinates that a rank says at most.
+pub(crate) const COORDINATES_MAX: usize = 8;
+
+/// Bytes of a dimension's name that are kept.
+const DIMENSION_BYTES: usize = 16;
 
 /// Version of the encoding between ranks.
 const VERSION: u8 = 1;
+
+/// Names of dimensions of meshes, each with the number of a rank there.
+pub(crate) type Coordinates = Vec<(Arc<str>, u16)>;
 
 /// Place of a rank in its job.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,6 +48,29 @@ pub struct Place {
     pub machine: String,
     /// Number of the rank among those of its machine, if it is known.
     pub local_rank: Option<u16>,
+    /// Coordinates in the meshes of the job: names of dimensions, each with the rank's number there.
+    pub coordinates: Coordinates,
+}
+
+impl Place {
+    /// Returns the rank's coordinate in a dimension; `None` if it has none.
+    pub(crate) fn at(&self, dimension: &str) -> Option<u16> {
+        self.coordinates.iter().find(|(name, _)| **name == *dimension).map(|(_, at)| *at)
+    }
+}
+
+/// Returns coordinates as digests say them: at most [`COORDINATES_MAX`], with names of at most [`DIMENSION_BYTES`].
+/// Leaves out a second one of a name, one without a name, and one whose number is too large.
+pub(crate) fn bounded<'a>(coordinates: impl IntoIterator<Item = (&'a str, u64)>) -> Coordinates {
+    let mut kept = Coordinates::new();
+    for (name, at) in coordinates {
+        let name = Text::<DIMENSION_BYTES>::head(name);
+        let is_new = !name.as_str().is_empty() && kept.iter().all(|(other, _)| **other != *name.as_str());
+        if let Some(at) = u16::try_from(at).ok().filter(|&at| is_new && at < u16::MAX && kept.len() < COORDINATES_MAX) {
+            kept.push((name.as_str().into(), at));
+        }
+    }
+    kept
 }
 
 /// Sums over the operations of one [`Class`] at the store.
@@ -100,20 +142,22 @@ impl Digest {
         }
     }
 
-    /// Returns its bytes, at most [`SAID_BYTES_MAX`]: texts are cut as far as it takes.
+    /// Returns its bytes, at most [`SAID_BYTES_MAX`]: texts are cut, and coordinates left out, as far as it takes.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let cut = |failure: usize, address: usize| Digest {
+        let coordinates = &self.place.coordinates;
+        let cut = |failure: usize, address: usize, has_coordinates: bool| Digest {
             place: Place {
                 machine: Text::<MACHINE_BYTES>::head(&self.place.machine).as_str().to_owned(),
-                ..self.place.clone()
+                local_rank: self.place.local_rank,
+                coordinates: if has_coordinates { coordinates.clone() } else { Vec::new() },
             },
             address: self.address.get(..address.min(self.address.len())).unwrap_or_default().to_owned(),
             failure: Text::<FAILURE_BYTES>::head(&self.failure).as_str().chars().take(failure).collect(),
             ..self.clone()
         };
-        for (failure, address) in [(FAILURE_BYTES, ADDRESS_BYTES), (FAILURE_BYTES / 4, ADDRESS_BYTES), (0, 0)] {
+        for (failure, address, has_coordinates) in TRIES {
             let mut bytes = vec![VERSION];
-            bytes.extend(postcard::to_stdvec(&cut(failure, address)).unwrap_or_default());
+            bytes.extend(postcard::to_stdvec(&cut(failure, address, has_coordinates)).unwrap_or_default());
             if bytes.len() <= SAID_BYTES_MAX {
                 return bytes;
             }
@@ -145,7 +189,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn coordinates_are_said_once_and_in_bounds() {
+        let given = [("", 1), ("a", 1), ("a", 2), ("b", 65_535), ("c", 65_534), ("ä".repeat(9).leak(), 3)];
+        let expected = [("a", 1), ("c", 65_534), ("ääääääää", 3)].map(|(name, at)| (name.into(), at));
+        assert_eq!(bounded(given), expected);
+    }
+
+    #[test]
     fn the_largest_digest_fits_into_a_message() {
+        let names: Vec<String> = (0..9).map(|i| format!("{i}{}", "d".repeat(40))).collect();
         let most = Sum {
             count: u32::MAX,
             bytes: u64::MAX,
@@ -153,8 +205,10 @@ mod tests {
             longest_us: u32::MAX,
             by_duration: [u16::MAX; 8],
         };
+        let coordinates = bounded((0..9).map(|i| (&*names[i], 65_534)));
+        assert!(coordinates.len() == 8 && coordinates.iter().all(|(name, _)| name.len() == 16));
         let digest = Digest {
-            place: Place { machine: "m".repeat(300), local_rank: Some(u16::MAX) },
+            place: Place { machine: "m".repeat(300), local_rank: Some(u16::MAX), coordinates },
             phases_us: [u32::MAX; Phase::ALL.len()],
             sums: [most; 5],
             files: u32::MAX,
@@ -169,7 +223,17 @@ mod tests {
         let bytes = digest.encode();
         assert!(!bytes.is_empty() && bytes.len() <= SAID_BYTES_MAX, "{}", bytes.len());
         let found = Digest::decode(&bytes).unwrap();
-        assert_eq!((found.sums, found.files, found.slowest), (digest.sums, u32::MAX, digest.slowest));
+        assert_eq!((found.sums, found.files, &found.slowest), (digest.sums, u32::MAX, &digest.slowest));
+        assert_eq!(found.failure, "ä".repeat(4), "a rank that failed says so");
+        assert_eq!(found.place.coordinates, [], "these go before the failure");
+        // A real save leaves room for both.
+        let coordinates = bounded(["dp_shard", "tp", "cp", "ep", "pp"].map(|name| (name, 1000)));
+        let busy = Sum { count: 9999, bytes: 1 << 40, busy_us: 1 << 30, longest_us: 1 << 24, by_duration: [900; 8] };
+        let place = Place { coordinates: coordinates.clone(), ..digest.place.clone() };
+        let phases_us = [1 << 24; Phase::ALL.len()];
+        let real = Digest { place, sums: [busy; 5], phases_us, paused_us: 1 << 24, ..digest };
+        let found = Digest::decode(&real.encode()).unwrap();
+        assert_eq!((found.place.coordinates, found.failure.chars().count()), (coordinates, 40));
         let usual = Digest { failure: "away".to_owned(), ..Digest::default() };
         assert_eq!(Digest::decode(&usual.encode()), Some(usual.clone()));
         assert!(usual.encode().len() < 120);

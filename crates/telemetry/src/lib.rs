@@ -5,6 +5,7 @@
 //! [`report()`] reads these objects, verdicts say what was slow, where and why, and a page draws it. While the job
 //! runs, a process [serves](Telemetry::serve) what it does, and [exports](Telemetry::export) it.
 
+mod alerts;
 mod digest;
 mod events;
 mod http;
@@ -18,6 +19,7 @@ pub mod report;
 mod serve;
 mod text;
 mod verdicts;
+mod watch;
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -25,15 +27,16 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use shardfast_engine::listen::{Begun, Listener, Listening};
+use shardfast_engine::listen::{Begun, Listener, Listening, Verb};
 use shardfast_engine::{Engine, Result, Timeout};
 use shardfast_format::{TELEMETRY, parse_step_dir};
 use shardfast_store::{Shared, split};
 use shardfast_transfer::events::{Event, Observer};
 use shardfast_transfer::report::Report;
 
-use digest::Digest;
+pub use alerts::{Alert, Change, Rules};
 pub use digest::Place;
+use digest::{Digest, bounded};
 use events::Lines;
 use live::{Live, Running};
 use object::Collected;
@@ -41,6 +44,7 @@ use otlp::Exporter;
 use record::Record;
 pub use serve::ask;
 pub use verdicts::Verdict;
+pub use watch::Watcher;
 
 /// Version of the program, as objects name it.
 const WRITER: &str = concat!("shardfast ", env!("CARGO_PKG_VERSION"));
@@ -66,7 +70,7 @@ impl Told {
 
 /// Listener to an engine, which keeps what its saves and loads do.
 pub struct Telemetry {
-    place: Place,
+    place: Arc<Mutex<Place>>,
     lines: Option<Arc<Lines>>,
     live: OnceLock<Arc<Live>>,
     exporter: OnceLock<Option<Arc<Exporter>>>,
@@ -82,12 +86,25 @@ impl Telemetry {
     pub fn new(local_rank: Option<u16>, lines: Option<OsString>) -> Telemetry {
         let machine = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let lines = lines.map(|path| Arc::new(Lines::new(path)));
+        let place = Arc::new(Mutex::new(Place { machine, local_rank, coordinates: Vec::new() }));
         Telemetry {
-            place: Place { machine, local_rank },
+            place,
             lines,
             live: OnceLock::new(),
             exporter: OnceLock::new(),
             spare: Arc::new(Mutex::new(Some(Record::new(Instant::now())))),
+        }
+    }
+
+    /// Says where the rank stands in the meshes of its job: names of dimensions, each with the rank's number there. It
+    /// counts for saves that begin from now on, and for loads that are under way, too, since a load begins before its
+    /// state is looked at. Of more than 8 the first ones are kept, of a name the first 16 bytes; none changes nothing.
+    pub fn stands<'a>(&self, coordinates: impl IntoIterator<Item = (&'a str, u64)>) {
+        let coordinates = bounded(coordinates);
+        if let Ok(mut place) = self.place.lock()
+            && !coordinates.is_empty()
+        {
+            place.coordinates = coordinates;
         }
     }
 
@@ -103,7 +120,7 @@ impl Telemetry {
         if let Some(address) = live.address.get() {
             return Ok(address.clone());
         }
-        let wanted = serve::address(address, self.place.local_rank.unwrap_or_default())?;
+        let wanted = serve::address(address, place_in(&self.place).local_rank.unwrap_or_default())?;
         let (listener, bound) = serve::listen(wanted)?;
         if engine.rank() == 0 && wanted.port() != 0 {
             let ip = if bound.ip().is_unspecified() { Ipv4Addr::LOCALHOST.into() } else { bound.ip() };
@@ -138,7 +155,7 @@ impl Telemetry {
             *told = None;
         }
         let told = told.get_or_insert_with(|| Told {
-            live: Arc::new(Live::new(engine, self.place.clone())),
+            live: Arc::new(Live::new(engine, place_in(&self.place))),
             exporter: None,
             process: std::process::id(),
         });
@@ -188,7 +205,10 @@ impl Listener for Telemetry {
             meeting: begun.meeting,
             rank: begun.rank,
             world: begun.world,
-            place: self.place.clone(),
+            place: match begun.verb {
+                Verb::Save => Arc::new(Mutex::new(place_in(&self.place))),
+                Verb::Load => Arc::clone(&self.place),
+            },
             lines: self.lines.clone(),
             storage: Arc::clone(begun.storage),
         })
@@ -206,7 +226,7 @@ struct Operation {
     meeting: [u8; 16],
     rank: u32,
     world: u32,
-    place: Place,
+    place: Arc<Mutex<Place>>,
     lines: Option<Arc<Lines>>,
     storage: Arc<Shared>,
 }
@@ -225,7 +245,7 @@ impl Observer for Operation {
             if let Some(exporter) = &self.exporter {
                 exporter.send(otlp::Ended {
                     running: Arc::clone(&self.running),
-                    place: self.place.clone(),
+                    place: place_in(&self.place),
                     rank: self.rank,
                     world: self.world,
                     meeting: self.meeting,
@@ -248,16 +268,17 @@ impl Drop for Operation {
 impl Operation {
     fn digest(&self, report: &Report) -> Digest {
         let address = self.live.as_ref().and_then(|live| live.address.get().cloned()).unwrap_or_default();
-        Digest { address, ..Digest::new(&self.place, &self.running.record, report) }
+        Digest { address, ..Digest::new(&place_in(&self.place), &self.running.record, report) }
     }
 
     /// Notes where other ranks tell what they do, if rank 0 can reach them there.
     fn found(&self, ranks: &[Option<Digest>]) {
         let Some(live) = &self.live else { return };
+        let machine = place_in(&self.place).machine;
         for (rank, said) in (0..).zip(ranks) {
             let Some(said) = said else { continue };
             let is_loopback = said.address.parse().is_ok_and(|address: SocketAddr| address.ip().is_loopback());
-            if !is_loopback || said.place.machine == self.place.machine {
+            if !is_loopback || said.place.machine == machine {
                 live.found(rank, &said.address);
             }
         }
@@ -322,6 +343,10 @@ pub fn report(
     Ok((report, Some(page.len())))
 }
 
+fn place_in(place: &Mutex<Place>) -> Place {
+    place.lock().map(|place| place.clone()).unwrap_or_default()
+}
+
 /// Returns the run of a checkpoint and its step; `None` for a checkpoint that is no step of a run.
 fn run_of(url: &str) -> Option<(String, u64)> {
     let (run, name) = split(url)?;
@@ -350,6 +375,25 @@ mod tests {
         assert_eq!(run_of("/runs/a/step-00000010"), Some(("/runs/a".to_owned(), 10)));
         assert_eq!(run_of("s3://bucket/runs/step-00000010"), Some(("s3://bucket/runs".to_owned(), 10)));
         assert_eq!(run_of("/runs/a/last"), None);
+    }
+
+    #[test]
+    fn a_save_has_the_coordinates_of_its_begin_and_a_load_those_of_its_end() {
+        let (telemetry, storage) = (Telemetry::new(None, None), Arc::default());
+        let begins = |verb| {
+            let (observed, url) = (Arc::default(), "/run/step-00000001");
+            let (observed, storage, meeting) = (&observed, &storage, [0; 16]);
+            telemetry.begins(&Begun { verb, url, step: Some(1), observed, meeting, rank: 0, world: 1, storage })
+        };
+        telemetry.stands([("tp", 1)]);
+        let (save, load) = (begins(Verb::Save), begins(Verb::Load));
+        telemetry.stands([("tp", 2)]);
+        telemetry.stands(None);
+        let said = |listening: &Arc<dyn Listening>| {
+            Digest::decode(&listening.says(&Report::default()).unwrap()).unwrap().place.coordinates
+        };
+        assert_eq!((said(&save), said(&load)), (vec![("tp".into(), 1)], vec![("tp".into(), 2)]));
+        assert_eq!(said(&begins(Verb::Save)), [("tp".into(), 2)]);
     }
 
     #[test]

@@ -1,15 +1,20 @@
 //! Encodes the digests of all ranks as the object that rank 0 stores below the run.
 
+use std::sync::Arc;
+
 use shardfast_engine::listen::Verb;
 use shardfast_engine::{Error, Result};
 use shardfast_format::{Columns, record_name};
 use shardfast_transfer::events::Phase;
 
-use crate::digest::{Digest, Place, Sum};
+use crate::digest::{COORDINATES_MAX, Coordinates, Digest, Place, Sum};
 use crate::record::{BOUNDS_US, Class};
 
 /// Version of the object's columns.
 const VERSION: &str = "1";
+
+/// Dimensions of meshes that an object has at most: more than ranks of one job say.
+const DIMENSIONS_MAX: usize = 2 * COORDINATES_MAX;
 
 /// Largest object that is read, in bytes: more than one of 100,000 ranks has.
 pub(crate) const OBJECT_BYTES_MAX: u64 = 64 << 20;
@@ -56,6 +61,8 @@ impl Collected {
         machines.sort_unstable();
         machines.dedup();
         note("machines", list(&machines));
+        let mesh = self.mesh();
+        note("mesh", list(&mesh));
         let texts = |of: fn(&Digest) -> &str| {
             let texts = self.ranks.iter().enumerate().filter_map(|(rank, said)| Some((rank, of(said.as_ref()?))));
             list(texts.filter(|(_, text)| !text.is_empty()).collect::<std::collections::BTreeMap<_, _>>())
@@ -78,6 +85,11 @@ impl Collected {
         let (files, failures) = (u32s(|rank| rank.files), u32s(|rank| rank.failures));
         let (ended, paused) = (u64s(|rank| rank.ended_us), u64s(|rank| rank.paused_us));
         let classes = Class::ALL.len();
+        if !mesh.is_empty() {
+            let of =
+                |rank: &&Digest| mesh.iter().map(|name| rank.place.at(name).unwrap_or(u16::MAX)).collect::<Vec<_>>();
+            columns.add("coordinates", mesh.len(), &ranks.iter().flat_map(of).collect::<Vec<u16>>())?;
+        }
         columns.add("said", 1, &said)?;
         columns.add("page_locked", 1, &locked)?;
         columns.add("machine", 1, &machine)?;
@@ -147,6 +159,7 @@ impl Collected {
         let (machine, _) = columns.get::<u32>("machine", rows)?;
         let (local_rank, _) = columns.get::<u16>("local_rank", rows)?;
         let (phases, phases_width) = columns.get::<u32>("phases_us", rows)?;
+        let mut coordinates = coordinates(&columns, note("mesh")?, rows).map_err(corrupt)?;
         let (files, _) = columns.get::<u32>("files", rows)?;
         let (failed, _) = columns.get::<u32>("failed", rows)?;
         let (ended, _) = columns.get::<u64>("ended_us", rows)?;
@@ -172,11 +185,12 @@ impl Collected {
                 by_duration: std::array::from_fn(|i| by_duration[at * durations + i]),
             }
         };
-        let mut digest = |rank: usize| {
+        let digest = |rank: usize| {
             (said[rank] != 0).then(|| Digest {
                 place: Place {
                     machine: machines.get(machine[rank] as usize).cloned().unwrap_or_default(),
                     local_rank: (local_rank[rank] != u16::MAX).then_some(local_rank[rank]),
+                    coordinates: std::mem::take(&mut coordinates[rank]),
                 },
                 phases_us: std::array::from_fn(|i| phases[rank * Phase::ALL.len() + i]),
                 sums: std::array::from_fn(|class| sum(rank, class)),
@@ -190,21 +204,48 @@ impl Collected {
                 address: String::new(),
             })
         };
-        let ranks = (0..rows).map(&mut digest).collect();
         Ok(Collected {
             verb,
             step: number("step")?,
             began_unix_ms: number("began_unix_ms")?,
             writer: note("writer")?.to_owned(),
             missing: parsed(note("missing")?).ok_or_else(|| corrupt("missing: no list".to_owned()))?,
-            ranks,
+            ranks: (0..rows).map(digest).collect(),
         })
+    }
+
+    /// Returns the names of the dimensions in which ranks have coordinates, in the order in which they say them.
+    pub(crate) fn mesh(&self) -> Vec<Arc<str>> {
+        let mut mesh: Vec<Arc<str>> = Vec::new();
+        for (name, _) in self.said().flat_map(|rank| &rank.place.coordinates) {
+            if mesh.len() < DIMENSIONS_MAX && !mesh.contains(name) {
+                mesh.push(Arc::clone(name));
+            }
+        }
+        mesh
     }
 
     /// Returns what those ranks said that said something.
     pub(crate) fn said(&self) -> impl Iterator<Item = &Digest> {
         self.ranks.iter().flatten()
     }
+}
+
+/// Returns the coordinates of all ranks, given the note that names the dimensions, or what is wrong with them.
+fn coordinates(columns: &Columns, mesh: &str, rows: usize) -> std::result::Result<Vec<Coordinates>, String> {
+    let mesh: Vec<Arc<str>> = serde_json::from_str(mesh).map_err(|_| "mesh: no list".to_owned())?;
+    if mesh.is_empty() {
+        return Ok(vec![Vec::new(); rows]);
+    }
+    let (coordinates, width) = columns.get::<u16>("coordinates", rows).map_err(|error| error.to_string())?;
+    if width != mesh.len() {
+        return Err(format!("mesh: expected {width} names, one for each coordinate, found {}", mesh.len()));
+    }
+    let of = |row: &[u16]| {
+        let named = mesh.iter().zip(row).filter(|(_, at)| **at != u16::MAX);
+        named.map(|(name, at)| (Arc::clone(name), *at)).collect()
+    };
+    Ok(coordinates.chunks(width).map(of).collect())
 }
 
 /// Returns the word of a verb, in names and notes.
@@ -225,7 +266,11 @@ pub(crate) mod tests {
 
     pub(crate) fn collected(world: usize) -> Collected {
         let digest = |rank: usize| Digest {
-            place: Place { machine: format!("node-{}", rank / 2), local_rank: Some(rank as u16 % 2) },
+            place: Place {
+                machine: format!("node-{}", rank / 2),
+                local_rank: Some(rank as u16 % 2),
+                coordinates: vec![("dp".into(), rank as u16 / 2), ("tp".into(), rank as u16 % 2)],
+            },
             phases_us: std::array::from_fn(|i| (i * 1000 + rank) as u32),
             sums: std::array::from_fn(|i| Sum {
                 count: (rank + i) as u32,
@@ -259,6 +304,24 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn ranks_of_other_meshes_have_the_dimensions_of_all() {
+        let mut object = collected(5);
+        let mut own = |rank: usize, said: &[(&str, u16)]| {
+            let said = said.iter().map(|&(name, at)| (name.into(), at)).collect();
+            object.ranks[rank].as_mut().unwrap().place.coordinates = said;
+        };
+        own(0, &[("pp", 7)]);
+        own(1, &[]);
+        own(3, &[("pp", 0), ("x", 65_534)]);
+        assert_eq!(object.mesh().iter().map(|name| &**name).collect::<Vec<_>>(), ["pp", "x", "dp", "tp"]);
+        assert_eq!(Collected::decode("here", &object.encode().unwrap()).unwrap(), object);
+        for rank in object.ranks.iter_mut().flatten() {
+            rank.place.coordinates.clear();
+        }
+        assert_eq!(Collected::decode("here", &object.encode().unwrap()).unwrap(), object);
+    }
+
+    #[test]
     fn other_objects_are_refused_by_name() {
         let error = Collected::decode("here", b"{}").unwrap_err();
         assert!(error.message.contains("here: "), "{error}");
@@ -267,14 +330,21 @@ pub(crate) mod tests {
         let newer = Collected::decode("here", &columns.encode()).unwrap_err();
         assert!(newer.message.contains("a newer Shardfast wrote it"), "{newer}");
         columns.notes.insert("shardfast.telemetry".to_owned(), "1".to_owned());
-        for (name, note) in [("verb", "drop"), ("step", "-1"), ("phases", "[]"), ("machines", "7"), ("failures", "[]")]
-        {
+        for (name, note) in [
+            ("verb", "drop"),
+            ("step", "-1"),
+            ("phases", "[]"),
+            ("machines", "7"),
+            ("mesh", "7"),
+            ("mesh", "[\"dp\"]"),
+            ("failures", "[]"),
+        ] {
             let mut wrong = columns.clone();
             wrong.notes.insert(format!("shardfast.{name}"), note.to_owned());
             let error = Collected::decode("here", &wrong.encode()).unwrap_err();
             assert!(error.message.contains(name), "{name}: {error}");
         }
-        for name in ["said", "phases_us", "by_duration"] {
+        for name in ["said", "phases_us", "coordinates", "by_duration"] {
             let mut wrong = columns.clone();
             wrong.add(name, 1, &[1_u32]).unwrap();
             assert!(Collected::decode("here", &wrong.encode()).is_err(), "{name}");

@@ -1,8 +1,8 @@
 //! Reads what the saves and loads of a run did, and says what was slow.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use serde::Serialize;
 use shardfast_engine::listen::Verb;
@@ -47,6 +47,10 @@ pub struct Operation {
     pub world: Option<usize>,
     /// Ranks that sent no digest.
     pub not_reporting: Vec<usize>,
+    /// Machine of each rank; `None` for a rank that sent no digest.
+    pub machines: Vec<Option<Arc<str>>>,
+    /// Coordinates of all ranks in each dimension of the job's meshes; `None` for a rank that has none in it.
+    pub coordinates: BTreeMap<Arc<str>, Vec<Option<u16>>>,
     /// Time until the state could change, of the slowest rank, in milliseconds.
     pub staged_ms: Option<f64>,
     /// Time until the outcome, of the slowest rank, in milliseconds.
@@ -92,10 +96,7 @@ pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout) -> Resul
     let (steps, entries) = runs::list_in(&*store, url, timeout)?;
     let has_records = entries.iter().any(|entry| entry.is_dir && entry.name == TELEMETRY);
     if steps.is_empty() && !has_records {
-        return Err(Error::new(
-            Kind::NotFound,
-            format!("{url}: expected a run, a directory of checkpoints `step-00000000`, found none"),
-        ));
+        return Err(no_run(url));
     }
     let mut names: Vec<String> = match retry(timeout, || Ok(store.list(TELEMETRY)?)) {
         Err(error) if error.kind == Kind::NotFound => Vec::new(),
@@ -103,19 +104,20 @@ pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout) -> Resul
     };
     names.retain(|name| parse_record_name(name).is_some_and(|found| step.is_none_or(|step| found == step)));
     names.sort_unstable();
-    let (collected, unreadable) = read(&*store, url, &names, timeout);
+    let (mut collected, mut unreadable) = (Vec::new(), Vec::new());
+    for (_, found) in read(&*store, url, &names, timeout) {
+        match found {
+            Ok(found) => collected.push(found),
+            Err(error) if unreadable.len() < PROBLEMS_MAX => unreadable.push(error.message),
+            Err(_) => {}
+        }
+    }
 
     let mut report = RunReport { url: url.to_owned(), saves: Vec::new(), loads: Vec::new(), unreadable };
     for collected in &collected {
         let operations = if collected.verb == Verb::Save { &mut report.saves } else { &mut report.loads };
         let mut operation = operation(collected);
-        for verdict in &mut operation.verdicts {
-            let before = operations.last().and_then(|last: &Operation| {
-                let same = |other: &&Verdict| other.subject == verdict.subject && other.phase == verdict.phase;
-                last.verdicts.iter().find(same)
-            });
-            verdict.in_a_row += before.map_or(0, |before| before.in_a_row);
-        }
+        count_in_a_row(&mut operation.verdicts, operations.last().map_or(&[], |last| &last.verdicts));
         operations.push(operation);
     }
     for unrecorded in steps.into_iter().filter(|found| step.is_none_or(|step| found.step == step)) {
@@ -137,9 +139,27 @@ pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout) -> Resul
     Ok((report, collected))
 }
 
-/// Reads and decodes objects, several at a time; returns them in the order of their names, with the reasons why others
-/// cannot be read.
-fn read(store: &dyn Store, url: &str, names: &[String], timeout: &Timeout) -> (Vec<Collected>, Vec<String>) {
+/// Returns the error of a place where there is no run.
+pub(crate) fn no_run(url: &str) -> Error {
+    let message = format!("{url}: expected a run, a directory of checkpoints `step-00000000`, found none");
+    Error::new(Kind::NotFound, message)
+}
+
+/// Adds to the counts of verdicts those of the operation before that had the same subject and phase.
+pub(crate) fn count_in_a_row(verdicts: &mut [Verdict], before: &[Verdict]) {
+    for verdict in verdicts {
+        let same = |other: &&Verdict| other.subject == verdict.subject && other.phase == verdict.phase;
+        verdict.in_a_row += before.iter().find(same).map_or(0, |before| before.in_a_row);
+    }
+}
+
+/// Reads and decodes objects, several at a time; returns them, or why one cannot be read, in the order of their names.
+pub(crate) fn read(
+    store: &dyn Store,
+    url: &str,
+    names: &[String],
+    timeout: &Timeout,
+) -> Vec<(String, Result<Collected>)> {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
     std::thread::scope(|threads| {
         for _ in 0..READS.min(names.len()) {
@@ -149,21 +169,13 @@ fn read(store: &dyn Store, url: &str, names: &[String], timeout: &Timeout) -> (V
                     let bytes = retry(timeout, || Ok(store.read(&path, OBJECT_BYTES_MAX)?));
                     let collected = bytes.and_then(|bytes| Collected::decode(&format!("{url}/{path}"), &bytes));
                     if let Ok(mut found) = found.lock() {
-                        found.insert(name, collected);
+                        found.insert(name.clone(), collected);
                     }
                 }
             });
         }
     });
-    let (mut collected, mut unreadable) = (Vec::new(), Vec::new());
-    for (_, found) in found.into_inner().unwrap_or_default() {
-        match found {
-            Ok(found) => collected.push(found),
-            Err(error) if unreadable.len() < PROBLEMS_MAX => unreadable.push(error.message),
-            Err(_) => {}
-        }
-    }
-    (collected, unreadable)
+    found.into_inner().unwrap_or_default().into_iter().collect()
 }
 
 pub(crate) fn operation(collected: &Collected) -> Operation {
@@ -199,6 +211,8 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
         began_unix_ms: Some(collected.began_unix_ms),
         world: Some(collected.ranks.len()),
         not_reporting: (0..collected.ranks.len()).filter(|&rank| collected.ranks[rank].is_none()).collect(),
+        machines: machines(collected),
+        coordinates: coordinates(collected),
         staged_ms: staged.and_then(|(_, ms)| largest(&mut ms.iter().flatten().copied())),
         ended_ms: largest(&mut collected.said().map(|said| said.ended_us as f64 / 1e3)),
         bytes: match collected.verb {
@@ -213,14 +227,28 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
     }
 }
 
+/// Returns the machine of each rank, each name once in memory.
+fn machines(collected: &Collected) -> Vec<Option<Arc<str>>> {
+    let mut names: BTreeMap<&str, Arc<str>> = BTreeMap::new();
+    let of = collected.ranks.iter().map(|said| said.as_ref().map(|said| &*said.place.machine));
+    of.map(|name| name.map(|name| Arc::clone(names.entry(name).or_insert_with(|| name.into())))).collect()
+}
+
+fn coordinates(collected: &Collected) -> BTreeMap<Arc<str>, Vec<Option<u16>>> {
+    let at = |dimension: &str| collected.ranks.iter().map(|said| said.as_ref()?.place.at(dimension)).collect();
+    collected.mesh().into_iter().map(|dimension| (Arc::clone(&dimension), at(&dimension))).collect()
+}
+
 impl Operation {
-    fn unrecorded(step: u64, outcome: &'static str) -> Operation {
+    pub(crate) fn unrecorded(step: u64, outcome: &'static str) -> Operation {
         Operation {
             step,
             outcome,
             began_unix_ms: None,
             world: None,
             not_reporting: Vec::new(),
+            machines: Vec::new(),
+            coordinates: BTreeMap::new(),
             staged_ms: None,
             ended_ms: None,
             bytes: 0,

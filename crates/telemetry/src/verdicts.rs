@@ -10,7 +10,7 @@ use serde::Serialize;
 use shardfast_engine::listen::Verb;
 use shardfast_transfer::events::Phase;
 
-use crate::digest::{Digest, Sum};
+use crate::digest::{Digest, Place, Sum};
 use crate::object::Collected;
 use crate::record::Class;
 
@@ -32,8 +32,11 @@ const SMALL_MIN: u64 = 200;
 /// Finding about one save or load.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Verdict {
-    /// Whom it concerns: `rank 3`, `ranks 1, 2`, `machine node-7`, `all ranks`.
+    /// Whom it concerns: `rank 3`, `ranks 1, 2`, `machine node-7`, `tp=1` for all ranks with that coordinate, or
+    /// `all ranks`.
     pub subject: String,
+    /// Place of a single rank, its machine and coordinates: `node-7, tp=1 pp=4`; `None` for other subjects.
+    pub place: Option<String>,
     /// Phase in which the time was lost.
     pub phase: &'static str,
     /// Cause: `failed`, `missing`, `called_late`, `more_data`, `throttled`, `retries`, `storage`, `small_objects`,
@@ -103,7 +106,7 @@ pub(crate) fn verdicts(collected: &Collected) -> Vec<Verdict> {
     let phases = phases(collected);
     for (phase, times) in &phases {
         match *phase {
-            "agree" | "match" => called_late(phase, times, least_ms, &mut found),
+            "agree" | "match" => called_late(collected, phase, times, least_ms, &mut found),
             "commit" | "finish" => {}
             _ => slow_ranks(collected, phase, times, least_ms, &mut found),
         }
@@ -130,27 +133,24 @@ fn failed(collected: &Collected, found: &mut Vec<Verdict>) {
         ended.max().unwrap_or(0) as f64 / 1e3
     };
     for (failure, ranks) in by_failure {
-        let subject = subject(collected, &ranks);
         let text = format!("it failed: {failure}");
-        found.push(Verdict {
-            subject,
-            phase: "outcome",
-            cause: "failed",
-            lost_ms: ended_ms(&ranks),
-            text,
-            in_a_row: 1,
-        });
+        found.push(verdict(collected, &ranks, "outcome", "failed", ended_ms(&ranks), text));
     }
     let missing: Vec<usize> = collected.missing.iter().map(|&rank| rank as usize).collect();
     if !missing.is_empty() {
-        let (subject, text) =
-            (ranks(&missing), "said nothing when the outcome was known: stopped, ended or out of reach".to_owned());
-        found.push(Verdict { subject, phase: "outcome", cause: "missing", lost_ms: 0.0, text, in_a_row: 1 });
+        let text = "said nothing when the outcome was known: stopped, ended or out of reach".to_owned();
+        found.push(verdict(collected, &missing, "outcome", "missing", 0.0, text));
     }
 }
 
 /// Finds ranks for which all others waited: they took least in a phase that all end together.
-fn called_late(phase: &'static str, times: &[Option<f64>], least_ms: f64, found: &mut Vec<Verdict>) {
+fn called_late(
+    collected: &Collected,
+    phase: &'static str,
+    times: &[Option<f64>],
+    least_ms: f64,
+    found: &mut Vec<Verdict>,
+) {
     // Of two ranks the one that waited.
     let median_ms = upper_median(times.iter().flatten().copied());
     let late: Vec<usize> =
@@ -160,7 +160,7 @@ fn called_late(phase: &'static str, times: &[Option<f64>], least_ms: f64, found:
     }
     let lost_ms = late.iter().filter_map(|&rank| times[rank]).map(|ms| median_ms - ms).fold(0.0, f64::max);
     let text = format!("came {} after the others, which waited for it", said_ms(lost_ms));
-    found.push(Verdict { subject: ranks(&late), phase, cause: "called_late", lost_ms, text, in_a_row: 1 });
+    found.push(verdict(collected, &late, phase, "called_late", lost_ms, text));
 }
 
 /// Finds ranks that took longer than the median rank.
@@ -183,7 +183,7 @@ fn slow_ranks(
     let (cause, why) = cause(collected, said, phase, lost_ms);
     let text =
         format!("took {} in {phase}, the median rank {}: {why}", said_ms(lost_ms + median_ms), said_ms(median_ms));
-    found.push(Verdict { subject: subject(collected, &slow), phase, cause, lost_ms, text, in_a_row: 1 });
+    found.push(verdict(collected, &slow, phase, cause, lost_ms, text));
 }
 
 /// Keeps one of two findings about the same ranks: what is copied late is written late, and what is written slowly is
@@ -261,14 +261,7 @@ fn serial_tail(
         collected.ranks.first().and_then(Option::as_ref).map(|root| root.slowest.as_str()).unwrap_or_default();
     let at = if slowest.is_empty() { String::new() } else { format!("; its longest operation was on {slowest}") };
     let text = format!("committed {} after every byte was durable{at}", said_ms(lost_ms));
-    found.push(Verdict {
-        subject: "rank 0".to_owned(),
-        phase: "commit",
-        cause: "serial_tail",
-        lost_ms,
-        text,
-        in_a_row: 1,
-    });
+    found.push(verdict(collected, &[0], "commit", "serial_tail", lost_ms, text));
 }
 
 /// Finds what slowed all ranks.
@@ -280,8 +273,8 @@ fn everywhere(collected: &Collected, total_ms: f64, least_ms: f64, found: &mut V
             "paused {} (the median rank) after {failures} failures of the storage on all ranks",
             said_ms(paused_ms)
         );
-        let (subject, phase) = ("all ranks".to_owned(), if collected.verb == Verb::Save { "write" } else { "read" });
-        found.push(Verdict { subject, phase, cause: "retries", lost_ms: paused_ms, text, in_a_row: 1 });
+        let phase = if collected.verb == Verb::Save { "write" } else { "read" };
+        found.push(of_all(phase, "retries", paused_ms, text));
     }
     let sum = |class: Class| {
         let mut all = Sum::default();
@@ -306,12 +299,41 @@ fn everywhere(collected: &Collected, total_ms: f64, least_ms: f64, found: &mut V
             said_bytes(mean),
             said_ms(busy_ms)
         );
-        let (subject, phase) = ("all ranks".to_owned(), classes.1);
-        found.push(Verdict { subject, phase, cause: "small_objects", lost_ms: busy_ms, text, in_a_row: 1 });
+        found.push(of_all(classes.1, "small_objects", busy_ms, text));
     }
 }
 
-/// Returns whom slow ranks are: a machine if they are all of its ranks and it has several, and there are others.
+/// Returns a finding about ranks, which are named by what they have in common.
+fn verdict(
+    collected: &Collected,
+    ranks: &[usize],
+    phase: &'static str,
+    cause: &'static str,
+    lost_ms: f64,
+    text: String,
+) -> Verdict {
+    let place = match ranks {
+        [rank] => collected.ranks.get(*rank).and_then(Option::as_ref).and_then(|said| place(&said.place)),
+        _ => None,
+    };
+    Verdict { subject: subject(collected, ranks), place, phase, cause, lost_ms, text, in_a_row: 1 }
+}
+
+/// Returns a finding about all ranks.
+fn of_all(phase: &'static str, cause: &'static str, lost_ms: f64, text: String) -> Verdict {
+    Verdict { subject: "all ranks".to_owned(), place: None, phase, cause, lost_ms, text, in_a_row: 1 }
+}
+
+/// Returns a rank's machine and coordinates as text; `None` if neither is known.
+fn place(place: &Place) -> Option<String> {
+    let coordinates: Vec<String> = place.coordinates.iter().map(|(name, at)| format!("{name}={at}")).collect();
+    let parts: Vec<String> = [place.machine.clone(), coordinates.join(" ")].into();
+    let parts: Vec<String> = parts.into_iter().filter(|part| !part.is_empty()).collect();
+    (!parts.is_empty()).then(|| parts.join(", "))
+}
+
+/// Returns whom slow ranks are. If they are several and others are not slow: a machine if they are all of its ranks,
+/// else a coordinate if they are all ranks that have it.
 fn subject(collected: &Collected, slow: &[usize]) -> String {
     if slow.len() > 1 && slow.len() == collected.ranks.len() {
         return "all ranks".to_owned();
@@ -321,8 +343,19 @@ fn subject(collected: &Collected, slow: &[usize]) -> String {
     let on_it = (0..collected.ranks.len()).filter(|&rank| machine(rank) == of_first);
     match of_first {
         Some(name) if slow.len() > 1 && on_it.eq(slow.iter().copied()) => format!("machine {name}"),
+        _ if slow.len() > 1 => coordinate(collected, slow).unwrap_or_else(|| ranks(slow)),
         _ => ranks(slow),
     }
+}
+
+/// Returns the first coordinate that these ranks have, and no others; `None` without one.
+fn coordinate(collected: &Collected, slow: &[usize]) -> Option<String> {
+    let at = |rank: usize, dimension: &str| collected.ranks[rank].as_ref().and_then(|said| said.place.at(dimension));
+    collected.mesh().iter().find_map(|dimension| {
+        let of_first = at(*slow.first()?, dimension)?;
+        let share = (0..collected.ranks.len()).filter(|&rank| at(rank, dimension) == Some(of_first));
+        share.eq(slow.iter().copied()).then(|| format!("{dimension}={of_first}"))
+    })
 }
 
 /// Returns ranks as text, the first few of many.
@@ -370,7 +403,6 @@ pub(crate) fn said_bytes(bytes: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::digest::Place;
 
     /// A generator of numbers for one seed.
     struct Dice(u64);
@@ -428,7 +460,11 @@ mod tests {
             phases_us[Phase::Durable as usize] = own(durable(rank));
             phases_us[Phase::Committed as usize] = own(committed);
             let mut digest = Digest {
-                place: Place { machine: format!("node-{}", number / 2), local_rank: None },
+                place: Place {
+                    machine: format!("node-{}", number / 2),
+                    local_rank: None,
+                    coordinates: vec![("pp".into(), number as u16 / 4), ("tp".into(), number as u16 % 4)],
+                },
                 phases_us,
                 ended_us: (committed * 1e3) as u64,
                 slowest: "model/00003-000-aa.safetensors".to_owned(),
@@ -495,6 +531,60 @@ mod tests {
     }
 
     #[test]
+    fn slow_ranks_are_named_by_the_coordinate_that_they_share() {
+        let found = (0..20).filter(|&seed| {
+            let mut dice = Dice(2000 + seed);
+            let mut ranks = healthy(&mut dice, 16);
+            let tp = seed as usize % 4;
+            ranks.iter_mut().skip(tp).step_by(4).for_each(|rank| rank.write = rank.write * 3.0 + 300.0);
+            let verdict = verdicts(&save(&mut dice, ranks, 0.0)).remove(0);
+            (verdict.subject, verdict.place, verdict.cause) == (format!("tp={tp}"), None, "storage")
+        });
+        assert!(found.count() >= 19);
+    }
+
+    #[test]
+    fn one_rank_is_named_with_its_place() {
+        let found = (0..20).filter(|&seed| {
+            let mut dice = Dice(3000 + seed);
+            let mut ranks = healthy(&mut dice, 16);
+            let slow = seed as usize % 16;
+            ranks[slow].late += 1500.0;
+            let verdict = verdicts(&save(&mut dice, ranks, 0.0)).remove(0);
+            let place = format!("node-{}, pp={} tp={}", slow / 2, slow / 4, slow % 4);
+            (verdict.subject, verdict.place) == (format!("rank {slow}"), Some(place))
+        });
+        assert!(found.count() >= 19);
+    }
+
+    #[test]
+    fn what_ranks_share_is_named_only_if_it_is_all_of_it() {
+        let mut dice = Dice(5);
+        let ranks = healthy(&mut dice, 16);
+        let mut collected = save(&mut dice, ranks, 0.0);
+        let named = |collected: &Collected, slow: &[usize]| subject(collected, slow);
+        // Both ranks of a machine, which are all that have its number as a coordinate, too.
+        for rank in [2, 3] {
+            let place = &mut collected.ranks[rank].as_mut().unwrap().place;
+            place.coordinates.push(("node".into(), 1));
+        }
+        assert_eq!(named(&collected, &[2, 3]), "machine node-1");
+        assert_eq!(named(&collected, &[0, 1, 2, 3]), "pp=0");
+        assert_eq!(named(&collected, &[0, 1, 2]), "ranks 0, 1, 2");
+        assert_eq!(named(&collected, &[1, 5, 9, 13]), "tp=1");
+        assert_eq!(named(&collected, &[1, 5, 9]), "ranks 1, 5, 9");
+        assert_eq!(named(&collected, &[1, 5, 9, 12, 13]), "ranks 1, 5, 9, 12, 13");
+        assert_eq!(named(&collected, &(0..16).collect::<Vec<_>>()), "all ranks");
+        // One rank with a coordinate of its own is a rank.
+        collected.ranks[7].as_mut().unwrap().place.coordinates[0].1 = 9;
+        assert_eq!(named(&collected, &[7]), "rank 7");
+        // Ranks that said nothing share nothing.
+        collected.ranks[1] = None;
+        collected.ranks[5] = None;
+        assert_eq!(named(&collected, &[1, 5]), "ranks 1, 5");
+    }
+
+    #[test]
     fn a_commit_that_takes_most_of_a_save_is_a_serial_tail() {
         let mut dice = Dice(8);
         let ranks = healthy(&mut dice, 8);
@@ -538,7 +628,8 @@ mod tests {
     fn no_object_with_a_right_checksum_ends_the_process() {
         let good =
             shardfast_format::Columns::decode("here", &crate::object::tests::collected(3).encode().unwrap()).unwrap();
-        let names = ["said", "machine", "phases_us", "count", "bytes", "by_duration", "ended_us", "other"];
+        let names =
+            ["said", "machine", "coordinates", "phases_us", "count", "bytes", "by_duration", "ended_us", "other"];
         let texts =
             ["", "[]", "{}", "[\"a\"]", "{\"7\": \"a\"}", "-1", "18446744073709551616", "\u{0}", "[4294967296]"];
         for note in good.notes.keys() {

@@ -10,7 +10,7 @@ use shardfast_engine::listen::{Begun, Listener, Listening};
 use shardfast_engine::{Destination, Engine, Kind, Prove, State, Timeout, open, save};
 use shardfast_format::Catalog;
 use shardfast_telemetry::report::RunReport;
-use shardfast_telemetry::{Telemetry, report};
+use shardfast_telemetry::{Change, Rules, Telemetry, Watcher, report};
 use shardfast_transfer::report::Report;
 
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -210,4 +210,97 @@ fn who_keeps_a_save_that_has_ended_keeps_no_events() {
     assert!(counting.events.load(Ordering::Relaxed) > 8, "events of phases and of the store");
     assert!(counting.listening.lock().unwrap().iter().all(|one| one.upgrade().is_none()));
     assert!(pending.report().phases_ms.contains_key("committed"));
+}
+
+fn said(changes: &[Change]) -> Vec<(&str, &str, &str)> {
+    changes.iter().map(|change| (change.state, change.alert.rule, &*change.alert.subject)).collect()
+}
+
+/// Copies a directory of files and directories.
+fn copied(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
+        match entry.file_type().unwrap().is_dir() {
+            true => copied(&entry.path(), &to.join(entry.file_name())),
+            false => _ = std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap(),
+        }
+    }
+}
+
+#[test]
+fn a_watch_says_what_begins_and_what_is_over_and_reads_each_record_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let (run, engines, timeout) = (dir.path().join("run"), engines(2, 2), Timeout::default());
+    let url = run.to_str().unwrap();
+    // A disk that is nearly full is no matter of this test.
+    let mut watcher = Watcher::new(url, Rules { room: 0.0, ..Rules::default() }, &timeout).unwrap();
+    let missing = watcher.look(&timeout).unwrap_err();
+    assert_eq!((missing.kind, missing.message.contains("expected a run")), (Kind::NotFound, true), "{missing}");
+
+    (1..=7).for_each(|step| assert_eq!(save_step(&engines, &run, step), [Ok(()); 2]));
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), []);
+    assert_eq!(save_step(&engines, &run, 7), [Err(Kind::Conflict); 2]);
+    let failed = watcher.look(&timeout).unwrap();
+    assert_eq!(said(&failed), [("firing", "failed", "run")]);
+    assert_eq!(failed[0].alert.step, Some(7));
+    assert!(failed[0].alert.text.starts_with("the save failed on all ranks: it failed: "), "{}", failed[0].alert.text);
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), [], "said once");
+    // Another watch finds what fires now, and says nothing of what is over.
+    let other = Watcher::new(url, Rules { room: 0.0, ..Rules::default() }, &timeout).unwrap().look(&timeout).unwrap();
+    assert_eq!(said(&other), [("firing", "failed", "run")]);
+    assert_eq!(save_step(&engines, &run, 8), [Ok(()); 2]);
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), [("resolved", "failed", "run")]);
+
+    // Records that were read are not read again.
+    let records = || std::fs::read_dir(run.join(".telemetry")).unwrap().map(|entry| entry.unwrap().path());
+    assert_eq!(records().count(), 9);
+    let of_failed =
+        records().filter(|path| path.to_str().unwrap().ends_with("-save-00000007.safetensors")).max().unwrap();
+    let failed = std::fs::read(of_failed).unwrap();
+    records().for_each(|record| std::fs::write(record, &failed).unwrap());
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), []);
+    // Records that a sweep removed are no matter, nor are damaged ones.
+    records().for_each(|record| std::fs::remove_file(record).unwrap());
+    std::fs::write(run.join(".telemetry/1700000000000-save-00000009.safetensors"), "damaged").unwrap();
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), []);
+
+    // A commit without a record counts.
+    assert_eq!(save_step(&engines, &run, 8), [Err(Kind::Conflict); 2]);
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), [("firing", "failed", "run")]);
+    copied(&run.join("step-00000008"), &run.join("step-00000010"));
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), [("resolved", "failed", "run")]);
+}
+
+#[test]
+fn a_watch_tells_a_save_under_way_from_one_that_was_cut_off() {
+    let dir = tempfile::tempdir().unwrap();
+    let (engines, timeout) = (engines(1, 1), Timeout::default());
+    let url = dir.path().to_str().unwrap();
+    (1..=3).for_each(|step| assert_eq!(save_step(&engines, dir.path(), step), [Ok(())]));
+    let mut watcher = Watcher::new(url, Rules { room: 0.0, ..Rules::default() }, &timeout).unwrap();
+    let model = dir.path().join("step-00000004/model");
+    std::fs::create_dir_all(&model).unwrap();
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), []);
+    std::fs::remove_dir_all(dir.path().join("step-00000004")).unwrap();
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), []);
+    std::fs::create_dir_all(&model).unwrap();
+    let hours = std::time::SystemTime::now() - Duration::from_secs(2 * 3600);
+    std::fs::File::open(&model).unwrap().set_modified(hours).unwrap();
+    let found = watcher.look(&timeout).unwrap();
+    assert_eq!(said(&found), [("firing", "cut_off", "step 4")]);
+    assert_eq!(found[0].alert.text, "the save began 2.0 h ago and was not committed");
+    assert_eq!(save_step(&engines, dir.path(), 5), [Ok(())]);
+    assert_eq!(said(&watcher.look(&timeout).unwrap()), [("resolved", "cut_off", "step 4")]);
+}
+
+#[test]
+fn a_watch_knows_the_room_that_the_storage_has() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(save_step(&engines(1, 1), dir.path(), 1), [Ok(())]);
+    let (url, timeout) = (dir.path().to_str().unwrap(), Timeout::default());
+    let look = |room| Watcher::new(url, Rules { room, ..Rules::default() }, &timeout).unwrap().look(&timeout).unwrap();
+    assert_eq!(said(&look(1e15)), [("firing", "room", "run")]);
+    assert_eq!(said(&look(1e-9)), []);
+    let refused = Watcher::new(url, Rules { rate: 2.0, ..Rules::default() }, &timeout).err().unwrap();
+    assert_eq!((refused.kind, refused.message.contains("--rate 2")), (Kind::Invalid, true), "{refused}");
 }

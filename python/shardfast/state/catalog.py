@@ -556,6 +556,16 @@ class Objects(Protocol):
         """
         ...
 
+    def coordinates(self, things: Sequence[object]) -> Mapping[str, int]:
+        """Returns this rank's coordinates in the job's meshes that these show, by the name of the dimension.
+
+        Dimensions of one rank are left out. Must not communicate, and is called when a state is described.
+
+        Args:
+            things: A state's bundles, and its tensors outside of them.
+        """
+        ...
+
 
 class Adapter(Objects, Protocol):
     """One framework's tensors as regions. ``shardfast.testing`` has checks of the contract.

@@ -38,6 +38,7 @@ from .catalog import (
     TensorLeaf,
     item_bytes,
 )
+from .coordinates import coordinates_of
 from .entries import (
     BundleEntry,
     Entry,
@@ -372,6 +373,7 @@ class _Found:
     """How many of ``named`` are bundles' tensors."""
 
     objects: Sequence[ObjectLeaf]
+    coordinates: Sequence[tuple[str, int]]
     announced: Sequence[bool]
     """Of each of ``named``, whether a bundle announces its changes."""
 
@@ -405,7 +407,8 @@ class _Found:
             leaves.add(other)
         are_announced = [id(changed_as(one.tensor)) in announced for one in leaves.named]
         named = _excepted(leaves.named, excepted)
-        return _Found(walked.adapters, bundles, named, in_bundles, leaves.objects, are_announced)
+        at = coordinates_of([*(one.bundle for one in bundles), *(one.tensor for one in named[in_bundles:])], adapters)
+        return _Found(walked.adapters, bundles, named, in_bundles, leaves.objects, at, are_announced)
 
     def leaves(self) -> tuple[list[Leaf], dict[tuple[str, str], list[list[int]]]]:
         """The leaves, and for each piece of a tensor leaf the numbers of its names among ``named``."""
@@ -655,7 +658,7 @@ def _described(
         for entry in found.bundles
         for value, kind, alike, made, unmade in entry.bundle.makers()
     ]
-    described = native.Described([native_leaf(leaf) for leaf in leaves], makers)
+    described = native.Described([native_leaf(leaf) for leaf in leaves], makers, found.coordinates)
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorLeaf)]
     numbers_of: dict[Adapter | Parts, list[int]] = {}
     eager = []

@@ -236,6 +236,10 @@ impl Store for Zeroless {
         Ok(())
     }
 
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
+
     fn service(&self) -> Option<&dyn Service> {
         None
     }

@@ -104,5 +104,6 @@ impl<T: Around> Store for T {
     fn delete(&self, name: &str) -> Result<()> { Around::delete(self, name) }
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> { Around::delete_all(self, objects, dirs) }
     fn delete_tree(&self, dir: &str) -> Result<()> { Around::delete_tree(self, dir) }
+    fn free_bytes(&self) -> Option<u64> { self.inner().free_bytes() }
     fn service(&self) -> Option<&dyn Service> { Around::service(self) }
 }

@@ -89,6 +89,8 @@ pub(crate) fn request(ended: &Ended, resource: Resource) -> TraceRequest {
         if !all {
             attributes.push(number("shardfast.rank", u64::from(ended.rank)));
             attributes.push(text("host.name", ended.place.machine.as_str()));
+            let coordinates = ended.place.coordinates.iter();
+            attributes.extend(coordinates.map(|(name, at)| number(&format!("shardfast.mesh.{name}"), u64::from(*at))));
         }
         attributes
     };

@@ -8,6 +8,7 @@ elements, the last ones padded. Tried with DeepSpeed 0.19.8; of what it keeps to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -96,6 +97,26 @@ class DeepSpeedModules(Modules):
             return ranks
         me = torch.distributed.get_rank()
         return tuple(sorted({rank + other - me for rank in ranks for other in tied["ranks"]}))
+
+    def coordinates(self) -> dict[str, int]:
+        """Returns this rank's coordinates in the engine's groups, by the name of the dimension."""
+        groups, grid = sys.modules["deepspeed.utils.groups"], getattr(self._engine, "grid", None)
+        asked: list[tuple[str, Any, str]] = [
+            ("dp", groups, "_get_data_parallel"),
+            ("sp", groups, "_get_sequence_parallel"),
+        ]
+        if grid is not None:
+            asked = [("pp", grid, "get_pipe_parallel"), ("dp", grid, "get_data_parallel")]
+        found: dict[str, int] = {}
+        for name, owner, function in asked:
+            with contextlib.suppress(Exception):  # a group that was not made
+                if getattr(owner, f"{function}_world_size")() > 1:
+                    found[name] = getattr(owner, f"{function}_rank")()
+        with contextlib.suppress(Exception):  # no experts
+            experts = groups._get_max_expert_size_name()
+            if groups._get_expert_parallel_world_size(experts) > 1:
+                found["ep"] = groups._get_expert_parallel_rank(experts)
+        return found
 
     def outline(self) -> Outline | None:
         self._inside.update({name: _CUT for name, value in self._tensors.items() if isinstance(value, Part)})
@@ -224,6 +245,14 @@ class DeepSpeedObjects:
         if kind.__name__ in KINDS and kind.__module__.startswith("deepspeed.runtime."):
             return DeepSpeedOptimizers(value, names, beside)
         return None
+
+    def coordinates(self, things: Sequence[object]) -> Mapping[str, int]:
+        """Answers as :class:`shardfast.state.catalog.Objects` says."""
+        found: dict[str, int] = {}
+        for thing in things:
+            if isinstance(thing, DeepSpeedModules):
+                found = {**thing.coordinates(), **found}
+        return found
 
 
 def objects() -> DeepSpeedObjects:

@@ -7,6 +7,7 @@ stacked, the number is that of the prepended axis.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -27,6 +28,15 @@ from .optimizer import MegatronOptimizers, cut, moved, of_embedding
 
 _GATHERING = "remove_forward_pre_hook_handles"
 """Where Megatron's DDP has the hooks that gather parameters in forward passes, while there are any."""
+
+_DIMENSIONS = (
+    ("tp", "tensor_model"),
+    ("cp", "context"),
+    ("ep", "expert_model"),
+    ("dp", "data"),
+    ("pp", "pipeline_model"),
+)
+"""Names of coordinates, and what the functions that tell them have in theirs."""
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
@@ -297,6 +307,16 @@ class MegatronObjects:
         if kinds is None or not isinstance(value, kinds.MegatronOptimizer):
             return None
         return MegatronOptimizers(value, names, beside)
+
+    def coordinates(self, things: Sequence[object]) -> Mapping[str, int]:
+        """Answers as :class:`shardfast.state.catalog.Objects` says, in the order of Megatron's own groups."""
+        is_there = any(isinstance(thing, (MegatronModules, MegatronOptimizers)) for thing in things)
+        found: dict[str, int] = {}
+        for name, parallelism in _DIMENSIONS if is_there else ():
+            with contextlib.suppress(Exception):  # a group that was not made
+                if getattr(parallel_state, f"get_{parallelism}_parallel_world_size")() > 1:
+                    found[name] = getattr(parallel_state, f"get_{parallelism}_parallel_rank")()
+        return found
 
 
 def objects() -> MegatronObjects:

@@ -96,6 +96,9 @@ class NumpyAdapter:
             raise Refused(f"NumPy has no type for {dtype}")
         return Destination(self.layout(tensor), self.identity(tensor), None)
 
+    def coordinates(self, things: Sequence[object]) -> Mapping[str, int]:
+        return {}
+
     def allocate(self, dtype: str, shape: Ints) -> Array:
         if dtype not in _OF_NAME:
             raise Refused(f"NumPy has no type for {dtype}")

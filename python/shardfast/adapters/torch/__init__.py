@@ -53,7 +53,7 @@ from .memory import (
 )
 from .modules import Modules
 from .optimizers import Optimizers
-from .placement import Placed, chunks, expect_shape, local_of, placed, text, views
+from .placement import Placed, chunks, coordinates_in, expect_shape, local_of, placed, text, views
 from .refused import expect_understood_owner, expect_understood_tensor
 
 _log = logging.getLogger("shardfast")
@@ -240,6 +240,15 @@ class TorchAdapter:
         if not all(isinstance(part, torch.optim.Optimizer) for part in parts):
             return None
         return Optimizers(parts, names, beside)
+
+    def coordinates(self, things: Sequence[object]) -> Mapping[str, int]:
+        meshes: dict[int, Any] = {}
+        tensor: Any
+        for thing in things:
+            for tensor in thing.parameters.values() if isinstance(thing, Modules) else (thing,):
+                if is_dtensor(tensor):
+                    meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
+        return coordinates_in(list(meshes.values()))
 
     @named
     def expect_remade(self, tensor: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.distributed import fsdp
 from ...state.catalog import Flat, Ints, Module, NamedPart, Outline, Part, Refused
 from .hooks import Place, loads_by_itself
 from .modules import Modules
-from .placement import text_of_flat
+from .placement import coordinates_in, text_of_flat
 from .refused import expect_understood_module
 
 Wrapped = fsdp.FullyShardedDataParallel
@@ -32,12 +32,14 @@ class _Handle:
     Attributes:
         flat: The flat parameter.
         local: This rank's shard of it.
+        mesh: The mesh that the wrapper was given; ``None`` where it was given process groups, or nothing.
 
     Raises:
         Refused: If the records are not those of a PyTorch that we know, or speak of what cannot be said as runs.
     """
 
     def __init__(self, path: str, wrapper: Any) -> None:
+        self.mesh: Any = getattr(wrapper, "_device_mesh", None)
         self._where = f"its part {path!r}" if path else "it"
         try:
             self._handle = handle = wrapper._handle
@@ -257,6 +259,11 @@ class FsdpModules(Modules):
     def _slot(self, module: nn.Module, original: str) -> Place:
         return id(module), self._slots.get((id(module), original), original)
 
+    @property
+    def meshes(self) -> list[Any]:
+        """The meshes that wrappers were given."""
+        return list({id(handle.mesh): handle.mesh for handle in self._handles if handle.mesh is not None}.values())
+
     def outline(self) -> Outline | None:
         return None if any(handle.is_unsharded for handle in self._handles) else super().outline()
 
@@ -336,6 +343,11 @@ class FsdpObjects:
 
     def optimizer(self, value: object, names: Mapping[int, Sequence[NamedPart]], beside: Collection[int] = ()) -> None:
         """Never: PyTorch's own optimizers are the torch adapter's."""
+
+    def coordinates(self, things: Sequence[object]) -> Mapping[str, int]:
+        """Answers as :class:`shardfast.state.catalog.Objects` says."""
+        modules = (thing for thing in things if isinstance(thing, FsdpModules))
+        return coordinates_in([mesh for one in modules for mesh in one.meshes])
 
 
 def objects() -> FsdpObjects:

@@ -8,6 +8,7 @@ veScale's ``RaggedShard`` gives a run of what the others leave (:mod:`.ragged`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -280,6 +281,26 @@ def _axis_of(dim: int, whole: Ints, shape: Ints) -> int | None:
     ]
     axes = {dims.index(dim) if dim in dims else None for dims in kept}
     return axes.pop() if len(axes) == 1 else None
+
+
+def coordinates_in(meshes: Sequence[Any]) -> dict[str, int]:
+    """Returns this rank's coordinates in meshes and in those that they are slices of, by the name of the dimension.
+
+    Of dimensions without names, those of a mesh of several are called by their numbers, ``mesh0`` and so on; the one
+    of a mesh of one would be the rank once more, as would be that of a mesh of one that others are slices of. A mesh
+    that raises is left out.
+    """
+    found: dict[str, int] = {}
+    for mesh in meshes:
+        with contextlib.suppress(Exception):
+            root = getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)()
+            for one in (mesh, root) if root.ndim > 1 else (mesh,):
+                numbers = tuple(f"mesh{axis}" for axis in range(one.ndim)) if one.ndim > 1 else ()
+                places = zip(one.mesh_dim_names or numbers, one.shape, one.get_coordinate() or (), strict=False)
+                for name, size, at in places:
+                    if size > 1:
+                        found.setdefault(name, int(at))
+    return found
 
 
 def text_of_flat(strategy: str, ranks: int, *, keeps_shapes: bool) -> str:

@@ -1,0 +1,458 @@
+//! Decides from what the saves of a run did when somebody must look at it, and when that is over.
+//!
+//! Pure rules: saves come in the order of time, moments carry the time and what else is known then. A rule compares a
+//! save with the median of those before it, so that it speaks only once there are some.
+
+use std::collections::VecDeque;
+
+use serde::Serialize;
+use shardfast_engine::{Error, Result};
+
+use crate::report::Operation;
+use crate::verdicts::{Verdict, median, said_bytes, said_ms};
+
+/// Saves that medians are of, the newest.
+pub(crate) const KEPT: usize = 100;
+
+/// Saves before a save that a rule compares it with, at least.
+const BEFORE_MIN: usize = 5;
+
+/// Milliseconds that a save of a low rate must take longer than it would at the median rate.
+const SLOWER_MIN_MS: f64 = 1e3;
+
+/// Median stalls, and milliseconds, that a stall must exceed where no bound is given.
+const STALL: (f64, f64) = (10.0, 5e3);
+
+/// Milliseconds without a durable checkpoint that are never too long, whatever the interval between saves.
+const OVERDUE_MIN_MS: f64 = 60e3;
+
+/// Times that a save must take of the median one, and milliseconds at least, before it counts as cut off.
+const CUT_OFF: (f64, f64) = (10.0, 60e3);
+
+/// Bounds of the rules. Zero turns a rule off.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rules {
+    /// Share of the median rate below which a save is too slow: 0.5.
+    pub rate: f64,
+    /// Time until the state could change that is too long, in milliseconds; `None` for ten times the median, and more
+    /// than 5 s.
+    pub stall_ms: Option<f64>,
+    /// Usual intervals between two saves after which a durable checkpoint is overdue: 3.
+    pub overdue: f64,
+    /// Saves in a row in which the same rank, machine or coordinate is slow: 3.
+    pub slow: usize,
+    /// Saves that must have room in the storage: 2.
+    pub room: f64,
+}
+
+impl Default for Rules {
+    fn default() -> Rules {
+        Rules { rate: 0.5, stall_ms: None, overdue: 3.0, slow: 3, room: 2.0 }
+    }
+}
+
+impl Rules {
+    /// Checks that each bound can be one.
+    ///
+    /// # Errors
+    /// `Invalid`, naming the rule by the command's option.
+    pub fn expect_valid(&self) -> Result<()> {
+        let wrong = |rule: &str, expected: &str, found: String| {
+            Err(Error::invalid(format!("--{rule} {found}: expected {expected}, or 0 to turn the rule off")))
+        };
+        let is_number = |value: f64, least: f64| value == 0.0 || (value.is_finite() && value >= least);
+        match *self {
+            Rules { rate, .. } if !(0.0..=1.0).contains(&rate) => {
+                wrong("rate", "a share of the median rate, at most 1", rate.to_string())
+            }
+            Rules { stall_ms: Some(ms), .. } if !is_number(ms, 0.0) => {
+                wrong("stall", "a time", format!("{} s", ms / 1e3))
+            }
+            Rules { overdue, .. } if !is_number(overdue, 1.0) => {
+                wrong("overdue", "a number of intervals between saves, at least 1", overdue.to_string())
+            }
+            Rules { room, .. } if !is_number(room, 0.0) => {
+                wrong("room", "a number of saves that have room in the storage", room.to_string())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// State of a run that somebody must look at.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Alert {
+    /// Rule: `failed`, `cut_off`, `overdue`, `rate`, `stall`, `slow`, `room`.
+    pub rule: &'static str,
+    /// Whom it concerns: `run`, or as in a verdict.
+    pub subject: String,
+    /// Training step of the save that shows it, if one does.
+    pub step: Option<u64>,
+    /// A sentence with the numbers.
+    pub text: String,
+}
+
+/// Begin or end of an alert.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Change {
+    /// Either `firing` or `resolved`.
+    pub state: &'static str,
+    /// Alert that began, or is over.
+    #[serde(flatten)]
+    pub alert: Alert,
+}
+
+/// State of a run at a moment, beside its saves.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Moment<'a> {
+    /// Milliseconds since 1970.
+    pub(crate) now_ms: u64,
+    /// Steps behind the newest committed one that have files and no commit, each with the time since when.
+    pub(crate) uncommitted: &'a [(u64, u64)],
+    /// Bytes that the storage can still take, if it tells.
+    pub(crate) free_bytes: Option<u64>,
+}
+
+/// Facts of a committed save that later ones are compared with.
+struct Past {
+    durable_ms: f64,
+    ended_ms: f64,
+    staged_ms: f64,
+    bytes: u64,
+}
+
+impl Past {
+    /// Returns bytes a millisecond.
+    fn rate(&self) -> f64 {
+        self.bytes as f64 / self.ended_ms.max(1e-3)
+    }
+}
+
+/// Alerts of a run, followed from save to save.
+pub(crate) struct Alerts {
+    rules: Rules,
+    past: VecDeque<Past>,
+    durable_ms: Option<f64>,
+    firing: Vec<Alert>,
+}
+
+impl Alerts {
+    pub(crate) fn new(rules: Rules) -> Alerts {
+        Alerts { rules, past: VecDeque::new(), durable_ms: None, firing: Vec::new() }
+    }
+
+    /// Returns the alerts that have begun and are not over.
+    pub(crate) fn firing(&self) -> &[Alert] {
+        &self.firing
+    }
+
+    /// Takes the next save that has ended and has a record; returns what began and what is over.
+    pub(crate) fn saved(&mut self, save: &Operation) -> Vec<Change> {
+        let step = Some(save.step);
+        if save.outcome == "failed" {
+            let why = save.verdicts.iter().find(|verdict| verdict.cause == "failed");
+            let why = why.map_or_else(String::new, |verdict| format!(" on {}: {}", verdict.subject, verdict.text));
+            return self.set("failed", run("failed", step, format!("the save failed{why}")));
+        }
+        let (Some(began), Some(ended_ms)) = (save.began_unix_ms, save.ended_ms) else { return Vec::new() };
+        let (durable_ms, staged_ms) = (began as f64 + ended_ms, save.staged_ms.unwrap_or(0.0));
+        let past = Past { durable_ms, ended_ms, staged_ms, bytes: save.bytes };
+        let mut changes = self.durable(durable_ms);
+        changes.extend(self.set("rate", self.rate(&past, step)));
+        changes.extend(self.set("stall", self.stall(&past, step)));
+        changes.extend(self.set("slow", self.slow(save)));
+        self.past.push_back(past);
+        if self.past.len() > KEPT {
+            self.past.pop_front();
+        }
+        changes
+    }
+
+    /// Takes a save that was committed, of which nothing else need be known; returns what began and what is over.
+    pub(crate) fn durable(&mut self, unix_ms: f64) -> Vec<Change> {
+        self.durable_ms = Some(self.durable_ms.map_or(unix_ms, |last| last.max(unix_ms)));
+        let mut changes = self.set("failed", Vec::new());
+        changes.extend(self.set("overdue", Vec::new()));
+        changes
+    }
+
+    /// Takes the run as it is at a moment; returns what began and what is over.
+    pub(crate) fn at(&mut self, moment: &Moment<'_>) -> Vec<Change> {
+        let mut changes = self.set("overdue", self.overdue(moment));
+        changes.extend(self.set("cut_off", self.cut_off(moment)));
+        changes.extend(self.set("room", self.room(moment)));
+        changes
+    }
+
+    /// Replaces the alerts of a rule by those of now.
+    fn set(&mut self, rule: &'static str, now: Vec<Alert>) -> Vec<Change> {
+        let is_in = |alerts: &[Alert], alert: &Alert| {
+            alerts.iter().any(|other| other.rule == alert.rule && other.subject == alert.subject)
+        };
+        let is_over = |alert: &Alert| alert.rule == rule && !is_in(&now, alert);
+        let over = self.firing.iter().filter(|alert| is_over(alert)).cloned();
+        let mut changes: Vec<Change> = over.map(|alert| Change { state: "resolved", alert }).collect();
+        self.firing.retain(|alert| !is_over(alert));
+        for alert in now {
+            if !is_in(&self.firing, &alert) {
+                self.firing.push(alert.clone());
+                changes.push(Change { state: "firing", alert });
+            }
+        }
+        changes
+    }
+
+    fn rate(&self, save: &Past, step: Option<u64>) -> Vec<Alert> {
+        let usual = median(self.past.iter().map(Past::rate));
+        let slower_ms = save.ended_ms - save.bytes as f64 / usual.max(f64::MIN_POSITIVE);
+        if self.past.len() < BEFORE_MIN || save.rate() >= self.rules.rate * usual || slower_ms < SLOWER_MIN_MS {
+            return Vec::new();
+        }
+        let (own, usual) = (said_bytes(save.rate() * 1e3), said_bytes(usual * 1e3));
+        run("rate", step, format!("the save ran at {own}/s, the median of those before it at {usual}/s"))
+    }
+
+    fn stall(&self, save: &Past, step: Option<u64>) -> Vec<Alert> {
+        let usual = median(self.past.iter().map(|past| past.staged_ms));
+        let (bound, has_bound) = match self.rules.stall_ms {
+            Some(ms) => (ms, ms > 0.0),
+            None => ((STALL.0 * usual).max(STALL.1), self.past.len() >= BEFORE_MIN),
+        };
+        if !has_bound || save.staged_ms <= bound {
+            return Vec::new();
+        }
+        let (own, bound) = (said_time(save.staged_ms), said_time(bound));
+        run("stall", step, format!("the state could change after {own}, more than {bound}"))
+    }
+
+    fn slow(&self, save: &Operation) -> Vec<Alert> {
+        let is_one = |verdict: &&Verdict| {
+            verdict.subject != "all ranks" && !["failed", "missing", "serial_tail"].contains(&verdict.cause)
+        };
+        let is_slow = |verdict: &&Verdict| self.rules.slow > 0 && verdict.in_a_row >= self.rules.slow;
+        let alert = |verdict: &Verdict| {
+            let place = verdict.place.as_ref().map_or_else(String::new, |place| format!(" ({place})"));
+            let Verdict { subject, text, in_a_row, .. } = verdict;
+            let text = format!("{subject}{place}: {text}; {in_a_row} times in a row");
+            Alert { rule: "slow", subject: subject.clone(), step: Some(save.step), text }
+        };
+        save.verdicts.iter().filter(is_one).filter(is_slow).map(alert).collect()
+    }
+
+    fn overdue(&self, moment: &Moment<'_>) -> Vec<Alert> {
+        let times = || self.past.iter().map(|past| past.durable_ms);
+        let usual = median(times().zip(times().skip(1)).map(|(one, next)| next - one));
+        let since = self.durable_ms.map_or(0.0, |durable| moment.now_ms as f64 - durable);
+        let bound = (self.rules.overdue * usual).max(OVERDUE_MIN_MS);
+        if self.rules.overdue == 0.0 || self.past.len() < BEFORE_MIN || since <= bound {
+            return Vec::new();
+        }
+        let (since, usual) = (said_time(since), said_time(usual));
+        run("overdue", None, format!("no checkpoint became durable for {since}; usually one does every {usual}"))
+    }
+
+    fn cut_off(&self, moment: &Moment<'_>) -> Vec<Alert> {
+        let bound = (CUT_OFF.0 * median(self.past.iter().map(|past| past.ended_ms))).max(CUT_OFF.1);
+        let is_known = !self.past.is_empty();
+        let age = |since: u64| moment.now_ms.saturating_sub(since) as f64;
+        let alert = |&(step, since): &(u64, u64)| Alert {
+            rule: "cut_off",
+            subject: format!("step {step}"),
+            step: Some(step),
+            text: format!("the save began {} ago and was not committed", said_time(age(since))),
+        };
+        moment.uncommitted.iter().filter(|(_, since)| is_known && age(*since) > bound).map(alert).collect()
+    }
+
+    fn room(&self, moment: &Moment<'_>) -> Vec<Alert> {
+        let (Some(last), Some(free)) = (self.past.back(), moment.free_bytes) else { return Vec::new() };
+        if free as f64 >= self.rules.room * last.bytes as f64 {
+            return Vec::new();
+        }
+        let (free, bytes) = (said_bytes(free as f64), said_bytes(last.bytes as f64));
+        run("room", None, format!("the storage has {free} free, and a save takes {bytes}"))
+    }
+}
+
+/// Returns one alert about the run.
+fn run(rule: &'static str, step: Option<u64>, text: String) -> Vec<Alert> {
+    vec![Alert { rule, subject: "run".to_owned(), step, text }]
+}
+
+/// Returns a time as text, from two minutes on in larger units.
+fn said_time(ms: f64) -> String {
+    let minutes = ms / 60e3;
+    match minutes {
+        _ if minutes < 2.0 => said_ms(ms),
+        _ if minutes < 120.0 => format!("{minutes:.0} min"),
+        _ => format!("{:.1} h", minutes / 60.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A generator of numbers for one seed.
+    struct Dice(u64);
+
+    impl Dice {
+        /// A number from 0 to 1.
+        fn roll(&mut self) -> f64 {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 11) as f64 / (1_u64 << 53) as f64
+        }
+
+        /// A number around that one, by up to a quarter.
+        fn about(&mut self, number: f64) -> f64 {
+            number * (0.75 + 0.5 * self.roll())
+        }
+    }
+
+    fn save(step: u64, began_ms: f64, staged_ms: f64, ended_ms: f64, bytes: u64) -> Operation {
+        Operation {
+            began_unix_ms: Some(began_ms as u64),
+            world: Some(8),
+            staged_ms: Some(staged_ms),
+            ended_ms: Some(ended_ms),
+            bytes,
+            ..Operation::unrecorded(step, "committed")
+        }
+    }
+
+    /// Ten usual saves: each minute one of 10 GB, which takes 10 s and stalls for 100 ms.
+    fn usual(rules: Rules) -> Alerts {
+        let mut alerts = Alerts::new(rules);
+        for step in 0..10 {
+            let changes = alerts.saved(&save(step, step as f64 * 60e3, 100.0, 10e3, 10_000_000_000));
+            assert_eq!(changes, []);
+        }
+        alerts
+    }
+
+    const NEXT: f64 = 600e3;
+
+    fn states(changes: &[Change]) -> Vec<(&str, &str, &str)> {
+        changes.iter().map(|change| (change.state, change.alert.rule, &*change.alert.subject)).collect()
+    }
+
+    #[test]
+    fn healthy_runs_give_no_alert() {
+        for seed in 0..200 {
+            let mut dice = Dice(seed);
+            let (mut alerts, mut now) = (Alerts::new(Rules::default()), 1e12);
+            // From a second to half an hour between saves, that take up to half of it.
+            let interval = 1e3 * 1800_f64.powf(dice.roll());
+            let (took, staged, bytes) =
+                (interval * 0.5 * dice.roll(), interval * 0.2 * dice.roll(), 1e12 * dice.roll());
+            for step in 0..150 {
+                let one = save(step, now, dice.about(staged), dice.about(took), dice.about(bytes) as u64);
+                let durable = now + one.ended_ms.unwrap_or(0.0);
+                now += dice.about(interval);
+                let begun = [(step + 1, now as u64)];
+                let free_bytes = Some(dice.about(4e12) as u64);
+                let looks = [durable, now, now + dice.about(took)].map(|at| at as u64);
+                let moment = |now_ms| Moment { now_ms, uncommitted: &begun, free_bytes };
+                let mut changes = alerts.saved(&one);
+                looks.iter().for_each(|&at| changes.extend(alerts.at(&moment(at))));
+                assert_eq!(changes, [], "seed {seed}, step {step}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_rule_begins_once_and_is_over_once() {
+        let mut alerts = usual(Rules::default());
+        let slow = |step: u64, ended_ms| save(step, NEXT + step as f64 * 60e3, 100.0, ended_ms, 10_000_000_000);
+        assert_eq!(states(&alerts.saved(&slow(10, 25e3))), [("firing", "rate", "run")]);
+        assert_eq!(alerts.firing()[0].text, "the save ran at 400 MB/s, the median of those before it at 1.0 GB/s");
+        assert_eq!(alerts.saved(&slow(11, 26e3)), [], "said once");
+        assert_eq!(states(&alerts.saved(&slow(12, 11e3))), [("resolved", "rate", "run")]);
+        assert_eq!(alerts.saved(&slow(13, 19e3)), [], "more than half of the median rate");
+
+        let stalled = |step: u64, staged_ms| save(step, NEXT + step as f64 * 60e3, staged_ms, 10e3, 10_000_000_000);
+        assert_eq!(alerts.saved(&stalled(14, 4.9e3)), [], "not above 5 s");
+        assert_eq!(states(&alerts.saved(&stalled(15, 5.1e3))), [("firing", "stall", "run")]);
+        assert_eq!(alerts.firing()[0].text, "the state could change after 5.1 s, more than 5.0 s");
+        assert_eq!(states(&alerts.saved(&stalled(16, 100.0))), [("resolved", "stall", "run")]);
+
+        let failed = Operation { began_unix_ms: Some(1), ..Operation::unrecorded(17, "failed") };
+        assert_eq!(states(&alerts.saved(&failed)), [("firing", "failed", "run")]);
+        assert_eq!(alerts.saved(&failed), []);
+        assert_eq!(states(&alerts.durable(NEXT + 20.0 * 60e3)), [("resolved", "failed", "run")]);
+    }
+
+    #[test]
+    fn a_rank_that_is_slow_again_and_again_is_an_alert() {
+        let mut alerts = usual(Rules::default());
+        let with = |step: u64, subject: &str, cause: &'static str, in_a_row: usize| {
+            let (subject, place, text) = (subject.to_owned(), Some("node-17, tp=1".to_owned()), "took 3 s".to_owned());
+            let verdict = Verdict { subject, place, phase: "write", cause, lost_ms: 9.0, text, in_a_row };
+            Operation { verdicts: vec![verdict], ..save(step, NEXT + step as f64 * 60e3, 100.0, 10e3, 10_000_000_000) }
+        };
+        for (subject, cause, in_a_row) in
+            [("rank 3", "storage", 2), ("all ranks", "retries", 9), ("rank 0", "serial_tail", 9)]
+        {
+            assert_eq!(alerts.saved(&with(10, subject, cause, in_a_row)), [], "{subject}");
+        }
+        assert_eq!(states(&alerts.saved(&with(11, "rank 3", "storage", 3))), [("firing", "slow", "rank 3")]);
+        assert_eq!(alerts.firing()[0].text, "rank 3 (node-17, tp=1): took 3 s; 3 times in a row");
+        assert_eq!(alerts.saved(&with(12, "rank 3", "storage", 4)), []);
+        let other = alerts.saved(&with(13, "machine node-2", "storage", 3));
+        assert_eq!(states(&other), [("resolved", "slow", "rank 3"), ("firing", "slow", "machine node-2")]);
+    }
+
+    #[test]
+    fn time_without_a_durable_checkpoint_and_room_are_watched() {
+        let mut alerts = usual(Rules::default());
+        let durable = 9.0 * 60e3 + 10e3;
+        let at =
+            |after_ms: f64, free_bytes| Moment { now_ms: (durable + after_ms) as u64, uncommitted: &[], free_bytes };
+        assert_eq!(alerts.at(&at(179e3, Some(20_000_000_000))), []);
+        assert_eq!(states(&alerts.at(&at(181e3, None))), [("firing", "overdue", "run")]);
+        let text = "no checkpoint became durable for 3 min; usually one does every 60.0 s";
+        assert_eq!(alerts.firing()[0].text, text);
+        assert_eq!(states(&alerts.durable(durable + 182e3)), [("resolved", "overdue", "run")]);
+        assert_eq!(alerts.at(&at(182e3, None)), []);
+        assert_eq!(states(&alerts.at(&at(183e3, Some(19_999_999_999)))), [("firing", "room", "run")]);
+        assert_eq!(alerts.firing()[0].text, "the storage has 20.0 GB free, and a save takes 10.0 GB");
+        assert_eq!(states(&alerts.at(&at(184e3, None))), [("resolved", "room", "run")]);
+    }
+
+    #[test]
+    fn a_save_that_neither_ends_nor_fails_is_cut_off() {
+        let mut alerts = usual(Rules::default());
+        let at = |now_ms, uncommitted| Moment { now_ms, uncommitted, free_bytes: None };
+        assert_eq!(alerts.at(&at(650_000, &[(10, 550_000)])), [], "ten median saves");
+        assert_eq!(states(&alerts.at(&at(650_001, &[(10, 550_000)]))), [("firing", "cut_off", "step 10")]);
+        assert_eq!(states(&alerts.at(&at(650_002, &[]))), [("resolved", "cut_off", "step 10")]);
+    }
+
+    #[test]
+    fn zero_turns_a_rule_off() {
+        let off = Rules { rate: 0.0, stall_ms: Some(0.0), overdue: 0.0, slow: 0, room: 0.0 };
+        let mut alerts = usual(off);
+        assert_eq!(alerts.saved(&save(10, NEXT, 1e6, 1e6, 10)), []);
+        assert_eq!(alerts.at(&Moment { now_ms: 1 << 50, uncommitted: &[], free_bytes: Some(0) }), []);
+        let mut alerts = usual(Rules { stall_ms: Some(150.0), ..off });
+        assert_eq!(states(&alerts.saved(&save(10, NEXT, 151.0, 10e3, 10))), [("firing", "stall", "run")]);
+    }
+
+    #[test]
+    fn bounds_that_are_none_are_refused_by_name() {
+        let rules = Rules::default();
+        assert!(rules.expect_valid().is_ok());
+        for (wrong, name) in [
+            (Rules { rate: 1.5, ..rules }, "--rate 1.5: expected a share"),
+            (Rules { rate: -0.1, ..rules }, "--rate -0.1"),
+            (Rules { rate: f64::NAN, ..rules }, "--rate NaN"),
+            (Rules { stall_ms: Some(-1000.0), ..rules }, "--stall -1 s"),
+            (Rules { overdue: 0.5, ..rules }, "--overdue 0.5"),
+            (Rules { overdue: f64::INFINITY, ..rules }, "--overdue inf"),
+            (Rules { room: -2.0, ..rules }, "--room -2"),
+        ] {
+            let refused = wrong.expect_valid().unwrap_err();
+            assert!(refused.message.contains(name), "{refused}");
+        }
+    }
+}

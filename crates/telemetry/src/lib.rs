@@ -4,6 +4,7 @@
 //! the outcome is known, and rank 0 stores those of all ranks as one object in the directory `.telemetry` of the run.
 //! [`report()`] reads these objects, verdicts say what was slow, where and why, and a page draws it.
 
+mod csv;
 mod digest;
 mod events;
 mod object;
@@ -11,15 +12,19 @@ mod page;
 mod record;
 pub mod report;
 mod text;
+mod told;
+mod trace;
 mod verdicts;
 
 use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use shardfast_engine::Timeout;
 use shardfast_engine::listen::{Begun, Listener, Listening, Verb};
+use shardfast_engine::{Error, Kind, Timeout};
 use shardfast_format::{TELEMETRY, parse_step_dir};
 use shardfast_store::{Shared, split};
 use shardfast_transfer::events::Observer;
@@ -29,7 +34,11 @@ use digest::Digest;
 pub use digest::Place;
 use events::Lines;
 use object::Collected;
+use page::Page;
 use record::Record;
+use report::RunReport;
+use told::Told;
+use trace::Trace;
 pub use verdicts::Verdict;
 
 /// Version of the program, as objects name it.
@@ -117,7 +126,16 @@ impl Listening for Operation {
         self.run.as_ref().map(|_| Digest::new(&self.place, &self.record, report).encode())
     }
 
-    fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, report: &Report) {
+    fn chooses(&self, said: &[Vec<u8>]) -> Vec<u32> {
+        let ranks = said.iter().map(|said| Digest::decode(said)).collect();
+        self.run.as_ref().map(|(_, step)| told::chosen(&self.collection(*step, ranks))).unwrap_or_default()
+    }
+
+    fn tells(&self) -> Vec<u8> {
+        Told::of(self.rank, &self.record).encode()
+    }
+
+    fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, told: Vec<(u32, Vec<u8>)>, report: &Report) {
         let Some((run, step)) = &self.run else { return };
         let (ranks, missing) = match said {
             Ok(said) => (said.iter().map(|said| Digest::decode(said)).collect(), Vec::new()),
@@ -128,19 +146,29 @@ impl Listening for Operation {
                 (ranks, missing)
             }
         };
-        let collected = Collected {
-            verb: self.verb,
-            step: *step,
-            began_unix_ms: self.began_unix_ms,
-            writer: WRITER.to_owned(),
-            missing,
-            ranks,
-        };
+        let others = told.iter().filter_map(|(rank, told)| Told::decode(*rank, told));
+        let told = Told::joined(std::iter::once(Told::of(self.rank, &self.record)).chain(others));
+        let collected = Collected { missing, told, ..self.collection(*step, ranks) };
         // What cannot be stored is left out: no save fails for it.
         let _ = collected.encode().and_then(|bytes| {
             let store = shardfast_store::open_on(run, &self.storage)?;
             Ok(store.put(&format!("{TELEMETRY}/{}", collected.name()), &bytes)?)
         });
+    }
+}
+
+impl Operation {
+    /// Returns what its ranks have said, as it is kept.
+    fn collection(&self, step: u64, ranks: Vec<Option<Digest>>) -> Collected {
+        Collected {
+            verb: self.verb,
+            step,
+            began_unix_ms: self.began_unix_ms,
+            writer: WRITER.to_owned(),
+            missing: Vec::new(),
+            ranks,
+            told: Told::default(),
+        }
     }
 }
 
@@ -155,12 +183,73 @@ pub fn report(
     step: Option<u64>,
     out: Option<&Path>,
     timeout: &Timeout,
-) -> shardfast_engine::Result<(report::RunReport, Option<usize>)> {
-    let (report, collected) = report::read_run(url, step, timeout)?;
-    let Some(out) = out else { return Ok((report, None)) };
-    let page = page::page(&report, &collected)?;
-    page::write(out, &page)?;
-    Ok((report, Some(page.len())))
+) -> shardfast_engine::Result<(RunReport, Option<usize>)> {
+    let Some(out) = out else { return Ok((report::read_run(url, step, timeout, &mut |_, _| Ok(()))?, None)) };
+    let mut page = Page::default();
+    let report = report::read_run(url, step, timeout, &mut |collected, operation| page.add(collected, operation))?;
+    let html = page.html(&report)?;
+    new_file(out)?.write_all(html.as_bytes()).map_err(|error| unwritten(out, &error))?;
+    Ok((report, Some(html.len())))
+}
+
+/// Writes what the saves and loads of the run at `url` did, or those of one step, as a trace to the new file `out`:
+/// Chrome's format of trace events, which Perfetto opens. Returns the report, and the trace's size in bytes.
+///
+/// # Errors
+/// As [`report`](report()).
+pub fn trace(
+    url: &str,
+    step: Option<u64>,
+    out: &Path,
+    timeout: &Timeout,
+) -> shardfast_engine::Result<(RunReport, u64)> {
+    // A run that is not there leaves no file.
+    let mut trace: Option<Trace<BufWriter<File>>> = None;
+    let report = report::read_run(url, step, timeout, &mut |collected, operation| {
+        if trace.is_none() {
+            trace = Some(Trace::new(BufWriter::new(new_file(out)?)));
+        }
+        trace.as_mut().map_or(Ok(()), |trace| trace.add(collected, operation)).map_err(|error| unwritten(out, &error))
+    })?;
+    let trace = match trace {
+        Some(trace) => trace,
+        None => Trace::new(BufWriter::new(new_file(out)?)),
+    };
+    let bytes = trace.end().map_err(|error| unwritten(out, &error))?;
+    Ok((report, bytes))
+}
+
+/// Returns the times of the saves and loads of the run at `url`, or of those of one step, as a table of comma-separated
+/// values: a row for each operation, rank and phase.
+///
+/// # Errors
+/// As [`report`](report()).
+pub fn csv(url: &str, step: Option<u64>, timeout: &Timeout) -> shardfast_engine::Result<String> {
+    let mut table = csv::head();
+    report::read_run(url, step, timeout, &mut |collected, operation| {
+        csv::rows(&mut table, collected, operation);
+        Ok(())
+    })?;
+    Ok(table)
+}
+
+/// Creates a file.
+///
+/// # Errors
+/// `Conflict` when something is there already; `Invalid` or `Exhausted` when it cannot be created.
+fn new_file(path: &Path) -> shardfast_engine::Result<File> {
+    OpenOptions::new().write(true).create_new(true).open(path).map_err(|error| unwritten(path, &error))
+}
+
+fn unwritten(path: &Path, error: &std::io::Error) -> Error {
+    let (kind, what) = match error.kind() {
+        std::io::ErrorKind::AlreadyExists => {
+            (Kind::Conflict, "a file is there already: name another one, or remove it".to_owned())
+        }
+        std::io::ErrorKind::StorageFull => (Kind::Exhausted, error.to_string()),
+        _ => (Kind::Invalid, error.to_string()),
+    };
+    Error::new(kind, format!("{}: {what}", path.display()))
 }
 
 /// Returns the run of a checkpoint and its step; `None` for a checkpoint that is no step of a run.

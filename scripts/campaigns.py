@@ -115,6 +115,7 @@ STEPS = [
     *(Step(f"trainers' packages, {of[0]}", ["scripts/frameworks.sh", "with", *of]) for of in (*OLDER, *LOADERS)),
     Step("Megatron-Core", ["scripts/megatron.sh"]),
     *(Step(f"Megatron-Core {version}", ["scripts/megatron.sh", "with", version]) for version in OLDER_MEGATRON),
+    Step("pages in a browser", ["scripts/browser.sh"]),
     Step("wheels for each machine", ["scripts/wheel.sh"]),
     Step("demo", [f"{BIN}/python", "examples/demo.py"]),
     Step("guide as a site, its whole figure", ["scripts/site.sh"]),

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parents[1] / "python"))
-from conftest import Process, outcomes  # noqa: E402
-from rank_server import Rank, RankServer  # noqa: E402
-from test_report import trains  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))  # before this folder, whose conftest is another one
+from conftest import Process, outcomes
+from facts import PER_MACHINE, RANKS, SAVES, SLOW_RANK, SLOW_SAVE, STOPPED, WORLD
+from rank_server import Rank, RankServer
+from test_report import trains
 
 COMMAND = Path(sys.executable).with_name("shardfast")
-WORLD, STOPPED = 8, 5
-RANKS, SAVES, PER_MACHINE = 8960, 100, 8
-SLOW_SAVE, SLOW_RANK = 57, 137
 DEADLINE_S = 240.0
 DTYPES = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64"}
 
@@ -52,9 +50,6 @@ def crc64(streams: np.ndarray) -> np.ndarray:
     for word in words:
         crc = table[(crc ^ word) & low] ^ crc >> sixteen
     return crc ^ np.uint64(0xFFFFFFFFFFFFFFFF)
-
-
-assert crc64(np.frombuffer(b"12345678", dtype=np.uint8)[None])[0] != 0
 
 
 def stream(notes: dict[str, str], columns: dict[str, np.ndarray]) -> bytes:
@@ -106,9 +101,25 @@ def of_a_save(number: int, like: dict[str, str]) -> tuple[dict[str, str], dict[s
     by_duration = np.zeros((RANKS, len(kinds) * 8), "<u2")
     by_duration[:, large * 8 + 5] = 16
     kept = sorted({0, SLOW_RANK, *dice.integers(0, RANKS, 5).tolist()})
-    began = np.concatenate([np.linspace(us["planned"][rank], us["written"][rank], 17)[:-1] for rank in kept])
-    took = np.concatenate([np.full(16, (us["written"][rank] - us["planned"][rank]) / 18) for rank in kept])
-    one, events = np.ones((RANKS, 1)), len(began)
+    objects = [f"model/{rank:05}-000-0123456789abcdef.safetensors" for rank in kept] + ["write x: 503 SlowDown"]
+    # Rank, word, begin, duration, offset, bytes, object, attempt, failure.
+    events = []
+    for at, rank in enumerate(kept):
+        took = (us["written"][rank] - us["planned"][rank]) / 16
+        for part in range(16):
+            began = us["planned"][rank] + part * took
+            events.append((rank, 0, began, 0.9 * took, part << 26, 1 << 26, at, 0, 0))
+            if number == SLOW_SAVE and rank == SLOW_RANK and part % 5 == 1:
+                events[-1] = (*events[-1][:-1], 1)
+                events.append((rank, 1, began + 0.9 * took, 0.1 * took, 0, 0, len(kept), 1 + part // 5, 1))
+        if number == SLOW_SAVE and rank == 0:
+            # Many small ones, and many on one object.
+            few = [(0, 0, began + 100 * n, 90, 0, 11 << 10, len(kept) + 1 + n % 90, 0, 0) for n in range(500)]
+            events += [*few, *((0, 0, 2000 + 9000 * n, 5000, n << 20, 1 << 20, at, 0, 0) for n in range(400))]
+            objects += [f"loader/{n:05}-000-0123456789abcdef.safetensors" for n in range(90)]
+    events.sort(key=lambda event: (event[0], event[2]))
+    event = [np.array(of)[:, None] for of in zip(*events, strict=True)]
+    one = np.ones((RANKS, 1))
     columns = {
         "said": one.astype("<u1"),
         "page_locked": one.astype("<u1"),
@@ -126,15 +137,15 @@ def of_a_save(number: int, like: dict[str, str]) -> tuple[dict[str, str], dict[s
         "by_duration": by_duration,
         "failure": (0 * one).astype("<u4"),
         "slowest": one.astype("<u4"),
-        "event_rank": np.repeat(kept, 16)[:, None].astype("<u4"),
-        "event": np.zeros((events, 1), "<u1"),
-        "event_began_us": began[:, None].astype("<u4"),
-        "event_took_us": took[:, None].astype("<u4"),
-        "event_offset": np.tile(np.arange(16) << 26, len(kept))[:, None].astype("<u8"),
-        "event_bytes": np.full((events, 1), 1 << 26, "<u8"),
-        "event_object": np.repeat(np.arange(len(kept)), 16)[:, None].astype("<u4"),
-        "event_attempt": np.zeros((events, 1), "<u2"),
-        "event_failed": np.zeros((events, 1), "<u1"),
+        "event_rank": event[0].astype("<u4"),
+        "event": event[1].astype("<u1"),
+        "event_began_us": event[2].astype("<u4"),
+        "event_took_us": event[3].astype("<u4"),
+        "event_offset": event[4].astype("<u8"),
+        "event_bytes": event[5].astype("<u8"),
+        "event_object": event[6].astype("<u4"),
+        "event_attempt": event[7].astype("<u2"),
+        "event_failed": event[8].astype("<u1"),
     }
     notes = {name: note for name, note in like.items() if name != "crc64"} | {
         "shardfast.step": f"{1000 + number}",
@@ -142,8 +153,8 @@ def of_a_save(number: int, like: dict[str, str]) -> tuple[dict[str, str], dict[s
         "shardfast.machines": json.dumps(machines),
         "shardfast.texts": json.dumps(["model/00000-000.safetensors"]),
         "shardfast.missing": "[]",
-        "shardfast.events": json.dumps(["write"]),
-        "shardfast.event_objects": json.dumps([f"model/{rank:05}-000.safetensors" for rank in kept]),
+        "shardfast.events": json.dumps(["write", "retry"]),
+        "shardfast.event_objects": json.dumps(objects),
         "shardfast.events_left_out": json.dumps({str(rank): 0 for rank in kept}),
     }
     return notes, columns

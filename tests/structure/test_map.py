@@ -85,11 +85,11 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 # Lines that a crate's product may have, comments included: without unit tests and kits for tests.
 CRATE_LINES_MAX = {
     "native": 3550,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; what follows a save
-    "cli": 1550,  # 1,400 and rewinds, reports of runs
+    "cli": 1590,  # 1,400 and rewinds, reports of runs, traces and tables of them
     "tools": 3780,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints, errors beside damage
-    "telemetry": 1850,
+    "telemetry": 2700,  # 1,850 and events of single ranks, traces, tables, a page of thousands of saves
     "multistep": 1950,  # 1,800, rounded up from 1,913
-    "engine": 7600,  # 6,600 and rewinds, attempts that die, calls that meet, ranks that share memory, listeners
+    "engine": 7650,  # 6,600 and rewinds, attempts that die, calls that meet, ranks that share memory, listeners
     "transfer": 5850,  # 5,100 and timeouts of calls, the devices of an engine, events of saves and loads
     "plan": 3000,  # 2,900, rounded up from 2,984
     "format": 3850,  # 3,600 and columns of records

@@ -1,5 +1,5 @@
-//! Defines the listener of an engine: the events that it gets of saves and loads, and the bytes that ranks send to rank 0
-//! for it. The engine does not know what a listener does with them.
+//! Defines the listener of an engine: the events that it gets of saves and loads, and the bytes that each rank sends to
+//! rank 0 for it. The engine does not know what a listener does with them.
 
 use std::sync::Arc;
 use std::time::Instant;

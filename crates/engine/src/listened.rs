@@ -18,8 +18,8 @@ use crate::listen::{Begun, Listener, Listening, SAID_BYTES_MAX, TOLD_BYTES_MAX, 
 /// Time for which rank 0 waits for what other ranks have to say of an operation that has ended.
 const COLLECTED_WITHIN: Duration = Duration::from_secs(20);
 
-/// Time for which rank 0 waits for what chosen ranks tell in addition. All ranks have come to the round before, and what
-/// they said there is kept back until then.
+/// Time for which rank 0 waits for what chosen ranks tell in addition. All ranks have come to the round before, and
+/// rank 0's listener gets what they said there when this round is over.
 const TOLD_WITHIN: Duration = Duration::from_secs(5);
 
 /// Answers to what a rank has said, where some ranks are chosen to tell more; if none is, the answer is empty.

@@ -4,6 +4,7 @@
 //! the outcome is known, and rank 0 stores those of all ranks as one object in the directory `.telemetry` of the run.
 //! [`report()`] reads these objects, verdicts say what was slow, where and why, and a page draws it.
 
+mod chosen;
 mod csv;
 mod digest;
 mod events;
@@ -128,7 +129,7 @@ impl Listening for Operation {
 
     fn chooses(&self, said: &[Vec<u8>]) -> Vec<u32> {
         let ranks = said.iter().map(|said| Digest::decode(said)).collect();
-        self.run.as_ref().map(|(_, step)| told::chosen(&self.collection(*step, ranks))).unwrap_or_default()
+        self.run.as_ref().map(|(_, step)| chosen::chosen(&self.collection(*step, ranks))).unwrap_or_default()
     }
 
     fn tells(&self) -> Vec<u8> {

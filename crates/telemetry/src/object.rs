@@ -7,6 +7,7 @@ use shardfast_transfer::events::Phase;
 
 use crate::digest::{Digest, Place, Sum};
 use crate::record::{BOUNDS_US, Class};
+use crate::text::list;
 use crate::told::Told;
 
 /// Version of the object's columns.
@@ -15,8 +16,8 @@ const VERSION: &str = "1";
 /// Largest object that is read, in bytes: more than one of 100,000 ranks has.
 pub(crate) const OBJECT_BYTES_MAX: u64 = 64 << 20;
 
-/// Bytes that events of single ranks take in an object at most. A small model's save on 8 ranks takes a twentieth of it;
-/// one of thousands of operations takes all.
+/// Bytes that events of single ranks take in an object at most. Those of a small model's save on 8 ranks take a
+/// twentieth of it, those of thousands of operations all.
 const EVENTS_BYTES_MAX: usize = 256 << 10;
 
 /// Bytes of an object up to which events of single ranks are added: one of 8,960 ranks has room for them.
@@ -260,14 +261,10 @@ pub(crate) fn word(verb: Verb) -> &'static str {
     }
 }
 
-pub(crate) fn list(of: impl serde::Serialize) -> String {
-    serde_json::to_string(&of).unwrap_or_default()
-}
-
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::told::Row;
+    use crate::told::{Outcome, Row};
 
     /// Events of these ranks, so many of each.
     pub(crate) fn told(ranks: impl Iterator<Item = u32>, events: u32) -> Told {
@@ -281,7 +278,7 @@ pub(crate) mod tests {
                 bytes: 1 << 20,
                 object: number,
                 attempt: (number % 2) as u16,
-                has_failed: number % 2 == 1,
+                outcome: if number % 2 == 1 { Outcome::Failed } else { Outcome::Done },
             };
             Told {
                 words: vec!["write".to_owned(), "retry".to_owned()],

@@ -36,12 +36,6 @@ const CHARTED_MAX: usize = 10_000;
 /// Verdicts of one save or load that a page has.
 const VERDICTS_MAX: usize = 6;
 
-/// Milliseconds of the first step of the scale in which times of ranks are written, and its largest number.
-const SCALE: (f64, f64) = (0.01, 65_534.0);
-
-/// Milliseconds at the end of that scale.
-const SCALE_MAX_MS: f64 = 1e7;
-
 /// A phase: its name, the phases at whose end it begins, and the place of its own end in a rank's row.
 #[derive(Serialize)]
 struct Phase {
@@ -77,7 +71,10 @@ struct Times {
     machines: Vec<String>,
     /// Runs of ranks on one machine: its index, -1 for ranks that said nothing, and how many they are.
     machine: Vec<(i64, usize)>,
-    /// Ends of the phases of each rank, in the scale of the page: 16 bits each, little-endian, in base 64.
+    /// Phases that ranks have ended.
+    phases: Vec<usize>,
+    /// Ends of these phases of each rank, in microseconds, 0 for one that it has not ended: 32 bits each, little-endian,
+    /// in base 64.
     ends: String,
 }
 
@@ -92,9 +89,11 @@ struct Events<'a> {
 #[derive(Serialize)]
 struct EventsOfRank {
     left_out: u64,
-    /// Of each event: word, begin and duration in microseconds, offset, bytes, object, attempt, and whether it failed.
-    rows: Vec<(u8, u32, u32, u64, u64, u32, u16, u8)>,
+    rows: Vec<EventOfRank>,
 }
+
+/// Event: its word, begin and duration in microseconds, offset, bytes, object, attempt, and outcome.
+type EventOfRank = (u8, u32, u32, u64, u64, u32, u16, u8);
 
 /// Details of one operation, as JSON.
 struct Detail {
@@ -172,8 +171,7 @@ impl Page {
         let phases =
             [Verb::Save, Verb::Load].map(|verb| (word(verb), phases_of(verb).iter().map(phase).collect::<Vec<_>>()));
         let mut data = format!("{{\"url\":{},\"phases\":{}", json(&report.url)?, json(&phases)?);
-        let scale = (SCALE.0, SCALE.1, SCALE_MAX_MS);
-        let _ = write!(data, ",\"scale\":{},\"unreadable\":{}", json(&scale)?, json(&report.unreadable)?);
+        let _ = write!(data, ",\"unreadable\":{}", json(&report.unreadable)?);
         let (saves, median) = (report.saves.len(), report.median_ms());
         let counts = (saves, report.loads.len(), median);
         let _ = write!(data, ",\"counts\":{},\"all\":{}", json(&counts)?, json(&charted(&all))?);
@@ -205,8 +203,8 @@ fn lost_ms(operation: &Operation) -> f64 {
     operation.verdicts.iter().map(|verdict| verdict.lost_ms).fold(0.0, f64::max)
 }
 
-/// Returns the places of the saves and loads that the page lists, in their order: in turns the newest, those that failed
-/// or lost most, and those whose details the page has.
+/// Returns the places of the saves and loads that the page lists, in their order: in turns the newest, those that
+/// failed or lost most, and those whose details the page has.
 fn listed(all: &[(&Operation, Verb)], detailed: &[usize]) -> Result<Vec<usize>> {
     let mut newest: Vec<usize> = (0..all.len()).collect();
     newest.sort_by_key(|&at| Reverse((all[at].0.began_unix_ms.unwrap_or(u64::MAX), all[at].0.step)));
@@ -280,28 +278,26 @@ fn times(collected: &Collected) -> Times {
             _ => machine.push((index, 1)),
         }
     }
+    let shown = phases_of(collected.verb).iter().flat_map(|phase| phase.1.iter().chain([&phase.2]));
+    let mut phases: Vec<usize> = shown.map(|&phase| phase as usize).collect();
+    phases.sort_unstable();
+    phases.dedup();
+    phases.retain(|&phase| collected.said().any(|said| said.phases_us[phase] > 0));
     let nothing = Digest::default();
-    let ends = collected.ranks.iter().flat_map(|said| said.as_ref().unwrap_or(&nothing).phases_us);
-    Times { machine, ends: base64(ends.flat_map(|us| scaled(us).to_le_bytes())), machines }
+    let ranks = collected.ranks.iter().map(|said| said.as_ref().unwrap_or(&nothing));
+    let ends = ranks.flat_map(|said| phases.iter().map(|&phase| said.phases_us[phase]));
+    let ends = base64(ends.flat_map(u32::to_le_bytes));
+    Times { machine, ends, phases, machines }
 }
 
 fn events(told: &Told) -> Events<'_> {
     let row = |row: &Row| {
-        let (offset, bytes, failed) = (row.offset, row.bytes, u8::from(row.has_failed));
+        let (offset, bytes, failed) = (row.offset, row.bytes, row.outcome as u8);
         (row.word, row.began_us, row.took_us, offset, bytes, row.object, row.attempt, failed)
     };
     let rows = |rank| told.rank(rank).unwrap_or_default().iter().map(row).collect();
     let ranks = told.left_out.iter().map(|(&rank, &left_out)| (rank, EventsOfRank { left_out, rows: rows(rank) }));
     Events { words: &told.words, objects: &told.objects, ranks: ranks.collect() }
-}
-
-/// Returns a time on the page's scale: 0 for none, else 1 and more, at even distances of its logarithm.
-fn scaled(us: u32) -> u16 {
-    if us == 0 {
-        return 0;
-    }
-    let share = (f64::from(us) / 1e3 / SCALE.0).ln_1p() / (SCALE_MAX_MS / SCALE.0).ln_1p();
-    1 + (share * SCALE.1).round().clamp(0.0, SCALE.1) as u16
 }
 
 /// Returns bytes in base 64, with padding.
@@ -327,16 +323,6 @@ mod tests {
     fn bytes_are_written_in_base_64() {
         for (bytes, text) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foob", "Zm9vYg==")] {
             assert_eq!(base64(bytes.bytes()), text);
-        }
-    }
-
-    #[test]
-    fn times_keep_three_digits_on_the_scale() {
-        assert_eq!((scaled(0), scaled(u32::MAX) > scaled(u32::MAX / 2)), (0, true));
-        for us in [10_u32, 137, 4_200, 99_999, 13_100_000] {
-            let x = f64::from(scaled(us) - 1) / SCALE.1 * (SCALE_MAX_MS / SCALE.0).ln_1p();
-            let ms = SCALE.0 * x.exp_m1();
-            assert!((ms * 1e3 / f64::from(us) - 1.0).abs() < 2e-3, "{us}: {ms}");
         }
     }
 

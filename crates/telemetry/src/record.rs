@@ -76,6 +76,8 @@ pub(crate) struct Entry {
     /// Object at the store, or the failure's word.
     pub(crate) object: Text<OBJECT_BYTES>,
     pub(crate) has_failed: bool,
+    /// Whether the failure is that there is no such object, which operations also ask to know.
+    pub(crate) is_missing: bool,
 }
 
 /// Kinds of events.
@@ -188,6 +190,7 @@ impl Record {
             bytes: event.bytes,
             object: Text::name(event.object),
             has_failed: event.failure.is_some(),
+            is_missing: event.failure.is_some_and(|error| error.kind == shardfast_store::Kind::NotFound),
         });
     }
 
@@ -200,6 +203,7 @@ impl Record {
             bytes: 0,
             object: Text::head(""),
             has_failed: false,
+            is_missing: false,
         };
         let now = || self.began.elapsed();
         self.add(match *event {

@@ -65,6 +65,11 @@ impl<const N: usize> fmt::Debug for Text<N> {
     }
 }
 
+/// Returns a list or an object as JSON.
+pub(crate) fn list(of: impl serde::Serialize) -> String {
+    serde_json::to_string(&of).unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,27 +1,18 @@
-//! Events of single ranks in full: rank 0 chooses the ranks, they send them, and the record has them in columns.
+//! Events of single ranks in full: the ranks that are chosen send them, and the record has them in columns.
 //!
 //! The ends of phases are not among them: the record has those of every rank.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shardfast_engine::listen::TOLD_BYTES_MAX;
 use shardfast_engine::{Error, Result};
 use shardfast_format::Columns;
 
-use crate::object::{Collected, list};
 use crate::record::{Record, What};
-use crate::verdicts::{phases, verdicts};
-
-/// Number of ranks up to which the events of all are kept.
-const ALL_MAX: usize = 8;
-
-/// Ranks beside rank 0 whose events are kept in a larger job.
-const CHOSEN_MAX: usize = 8;
-
-/// Ranks that are chosen for a phase of which a verdict speaks.
-const OF_PHASE_MAX: usize = 3;
+use crate::text::list;
 
 /// Bytes of an event in the columns of a record, without its object's name.
 const ROW_BYTES: usize = 36;
@@ -41,7 +32,16 @@ pub(crate) struct Row {
     pub(crate) object: u32,
     /// Number of the try that failed; 0 for what is no failure of a try.
     pub(crate) attempt: u16,
-    pub(crate) has_failed: bool,
+    pub(crate) outcome: Outcome,
+}
+
+/// Outcome of an event, as columns have it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Outcome {
+    Done = 0,
+    Failed = 1,
+    /// There is no such object, which is often the answer that was hoped for.
+    Missing = 2,
 }
 
 /// Events of some ranks.
@@ -77,7 +77,7 @@ impl Numbered {
 impl Told {
     /// Returns the events that a rank's record has kept.
     pub(crate) fn of(rank: u32, record: &Record) -> Told {
-        let us = |time: std::time::Duration| u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+        let us = |time: Duration| u32::try_from((time.as_nanos() + 500) / 1000).unwrap_or(u32::MAX);
         let (mut words, mut objects) = (Numbered::default(), Numbered::default());
         let (entries, left_out) = record.entries();
         let is_elsewhere = |what: What| matches!(what, What::Phase(_) | What::Outcome);
@@ -92,7 +92,11 @@ impl Told {
                 bytes: entry.bytes,
                 object: objects.number(entry.object.as_str()),
                 attempt: entry.what.attempt().unwrap_or(0),
-                has_failed: entry.has_failed,
+                outcome: match (entry.has_failed, entry.is_missing) {
+                    (_, true) => Outcome::Missing,
+                    (true, false) => Outcome::Failed,
+                    (false, false) => Outcome::Done,
+                },
             })
             .collect();
         rows.sort_by_key(|row| (row.began_us, row.took_us));
@@ -146,7 +150,7 @@ impl Told {
     /// others are counted.
     pub(crate) fn fitted(&self, bytes_max: usize) -> Told {
         let mut order: Vec<&Row> = self.rows.iter().collect();
-        order.sort_by_key(|row| (!row.has_failed, Reverse(row.took_us)));
+        order.sort_by_key(|row| (row.outcome != Outcome::Failed, Reverse(row.took_us)));
         let (mut is_named, mut bytes, mut kept) = (vec![false; self.objects.len()], 0, 0);
         for row in &order {
             let name = row.object as usize;
@@ -197,7 +201,7 @@ impl Told {
         columns.add("event_bytes", 1, &u64s(|row| row.bytes))?;
         columns.add("event_object", 1, &u32s(|row| row.object))?;
         columns.add("event_attempt", 1, &attempts)?;
-        columns.add("event_failed", 1, &u8s(|row| u8::from(row.has_failed)))?;
+        columns.add("event_failed", 1, &u8s(|row| row.outcome as u8))?;
         Ok(())
     }
 
@@ -236,7 +240,11 @@ impl Told {
             bytes: bytes[at],
             object: object[at],
             attempt: attempt[at],
-            has_failed: failed[at] != 0,
+            outcome: match failed[at] {
+                0 => Outcome::Done,
+                2 => Outcome::Missing,
+                _ => Outcome::Failed,
+            },
         };
         let rows: Vec<Row> = (0..count).map(row).collect();
         let told = Told { words: texts("events")?, objects: texts("event_objects")?, left_out, rows };
@@ -248,59 +256,16 @@ impl Told {
     }
 }
 
-/// Returns the ranks but rank 0 whose events are worth keeping: all of a small job; of a larger one those that failed,
-/// and the slowest in each phase of which a verdict speaks.
-pub(crate) fn chosen(collected: &Collected) -> Vec<u32> {
-    let world = collected.ranks.len();
-    if world <= ALL_MAX {
-        return (1..world as u32).collect();
-    }
-    let said = |rank: usize| collected.ranks[rank].as_ref();
-    let failures = |rank: usize| said(rank).map_or(0, |said| said.failures);
-    let mut failing: Vec<usize> = (0..world).filter(|&rank| failures(rank) > 0).collect();
-    failing.sort_by_key(|&rank| Reverse(failures(rank)));
-    failing.truncate(CHOSEN_MAX / 2);
-    // One rank for each failure of the operation.
-    let mut texts: Vec<&str> = Vec::new();
-    let first = (0..world).filter(|&rank| {
-        let is_new = said(rank).is_some_and(|said| !said.failure.is_empty() && !texts.contains(&&*said.failure));
-        if is_new && texts.len() < CHOSEN_MAX / 4 {
-            texts.extend(said(rank).map(|said| said.failure.as_str()));
-            return true;
-        }
-        false
-    });
-    let mut order: Vec<usize> = failing.into_iter().chain(first.collect::<Vec<_>>()).collect();
-    let times = phases(collected);
-    for verdict in verdicts(collected) {
-        let Some((phase, times)) = times.iter().find(|(phase, _)| *phase == verdict.phase) else { continue };
-        let mut ranks: Vec<usize> = (0..world).filter(|&rank| times[rank].is_some()).collect();
-        let ms = |rank: usize| times[rank].unwrap_or_default();
-        ranks.sort_by(|&a, &b| ms(b).total_cmp(&ms(a)));
-        // Ranks wait there for one that comes late, which takes least.
-        if matches!(*phase, "agree" | "match") {
-            ranks.reverse();
-        }
-        order.extend(ranks.into_iter().take(OF_PHASE_MAX));
-    }
-    let mut chosen: Vec<u32> = Vec::new();
-    for rank in order.into_iter().map(|rank| rank as u32).filter(|&rank| rank != 0) {
-        if chosen.len() < CHOSEN_MAX && !chosen.contains(&rank) {
-            chosen.push(rank);
-        }
-    }
-    chosen
-}
-
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
 
     use shardfast_store::{Action, Event, Requests};
     use shardfast_transfer::events::Phase;
 
     use super::*;
     use crate::csv;
+    use crate::object::Collected;
     use crate::object::tests::{collected, told};
     use crate::report::operation;
 
@@ -349,9 +314,9 @@ mod tests {
         assert!((50..100).contains(&kept.rows.len()), "{}", kept.rows.len());
         let left_out = kept.left_out.values().sum::<u64>();
         assert_eq!(left_out, 2 + 2 + 200 - kept.rows.len() as u64);
-        assert!(kept.rows.iter().all(|row| row.has_failed), "failures come first");
+        assert!(kept.rows.iter().all(|row| row.outcome == Outcome::Failed), "failures come first");
         let shortest = kept.rows.iter().map(|row| row.took_us).min().unwrap();
-        assert!(all.rows.iter().filter(|row| row.has_failed && row.took_us > shortest).all(|row| {
+        assert!(all.rows.iter().filter(|row| row.outcome == Outcome::Failed && row.took_us > shortest).all(|row| {
             let same = |other: &&Row| (other.rank, other.began_us) == (row.rank, row.began_us);
             kept.rows.iter().any(|other| same(&other))
         }));
@@ -381,22 +346,6 @@ mod tests {
         let found = Collected::decode("here", &bytes).unwrap();
         assert!(!found.told.rows.is_empty() && found.told.left_out.len() == 9, "{:?}", found.told.left_out);
         assert!(found.said().all(|said| !said.failure.is_empty()), "a failed rank stays one");
-    }
-
-    #[test]
-    fn the_failed_and_the_slowest_ranks_are_chosen() {
-        assert_eq!(chosen(&collected(3)), [1, 2]);
-        let mut large = collected(64);
-        for said in large.ranks.iter_mut().flatten() {
-            (said.failure, said.failures) = (String::new(), 0);
-            said.phases_us = std::array::from_fn(|i| 1_000_000 * (i as u32 + 1));
-            said.ended_us = 12_000_000;
-        }
-        assert_eq!(chosen(&Collected { missing: Vec::new(), ..large.clone() }), [0_u32; 0]);
-        large.ranks[17].as_mut().unwrap().phases_us[Phase::Written as usize] += 8_000_000;
-        large.ranks[40].as_mut().unwrap().failures = 3;
-        let found = chosen(&large);
-        assert!(found.len() <= CHOSEN_MAX && found.starts_with(&[40, 17]), "{found:?}");
     }
 
     #[test]

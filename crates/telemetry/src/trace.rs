@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 
 use crate::object::{Collected, word};
 use crate::report::Operation;
+use crate::told::Outcome;
 use crate::verdicts::spans;
 
 /// Kinds of lanes of a rank: their names, and the number of the first lane of each.
@@ -90,8 +91,10 @@ impl<W: Write> Trace<W> {
             if row.attempt > 0 {
                 args.insert("attempt".to_owned(), row.attempt.into());
             }
-            if row.has_failed {
-                args.insert("failed".to_owned(), true.into());
+            match row.outcome {
+                Outcome::Done => {}
+                Outcome::Failed => _ = args.insert("failed".to_owned(), true.into()),
+                Outcome::Missing => _ = args.insert("missing".to_owned(), true.into()),
             }
             let name = told.words.get(row.word as usize).map_or("", String::as_str);
             let (began_us, took_us) = (base_us.saturating_add(u64::from(row.began_us)), u64::from(row.took_us));

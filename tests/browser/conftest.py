@@ -76,6 +76,7 @@ def shown(browser, runs, request) -> Iterator[Callable]:
 
     yield show
     if pictures := os.environ.get("SHARDFAST_PICTURES"):
+        Path(pictures).mkdir(parents=True, exist_ok=True)
         for number, (name, _, page) in enumerate(opened):
             page.screenshot(path=Path(pictures) / f"{request.node.name}-{name}-{number}.png", full_page=True)
     for _, context, _ in opened:

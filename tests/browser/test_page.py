@@ -42,6 +42,11 @@ def test_a_click_on_a_rank_shows_when_it_did_what(shown, runs, events):
             check_bars(page, rank, list(of(events, "save", save["step"], rank)))
 
 
+def test_the_records_of_eight_ranks_are_small(runs):
+    sizes = [path.stat().st_size for path in runs["real"].page.with_suffix("").glob(".telemetry/*.safetensors")]
+    assert len(sizes) == 4 and max(sizes) <= 16_384, sizes
+
+
 def of(events, verb, step, rank):
     """The events of a rank that are not ends of phases."""
     for event in events:

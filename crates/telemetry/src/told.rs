@@ -308,6 +308,39 @@ mod tests {
     }
 
     #[test]
+    fn a_retry_is_told_with_its_pause_and_a_missing_object_is_no_failure() {
+        let record = record(1);
+        let error = Error::new(shardfast_engine::Kind::Unavailable, "write a: 503 SlowDown");
+        let (pause, after) = (Duration::from_millis(40), Duration::from_millis(7));
+        record.noted(&shardfast_transfer::events::Event::Failed {
+            error: &error,
+            attempt: 2,
+            pause: Some(pause),
+            after,
+        });
+        record.noted(&shardfast_transfer::events::Event::GaveUp { phase: Phase::Durable, after });
+        let missing = shardfast_store::Error::new(shardfast_store::Kind::NotFound, "read", "COMMIT", "away");
+        record.stored(&Event {
+            action: Action::Read,
+            object: "COMMIT",
+            offset: 0,
+            bytes: 0,
+            began: record.began,
+            took: Duration::ZERO,
+            requests: Requests::default(),
+            failure: Some(&missing),
+        });
+        let told = Told::of(0, &record);
+        let of = |word: &str| {
+            let row = told.rows.iter().find(|row| told.words[row.word as usize] == word).unwrap();
+            (told.objects[row.object as usize].as_str(), row.began_us, row.took_us, row.attempt, row.outcome)
+        };
+        assert_eq!(of("retry"), ("write a: 503 SlowDown", 7_000, 40_000, 2, Outcome::Failed));
+        assert_eq!(of("durable"), ("", 7_000, 0, 0, Outcome::Failed));
+        assert_eq!((of("read").0, of("read").4), ("COMMIT", Outcome::Missing));
+    }
+
+    #[test]
     fn failures_and_the_longest_events_are_kept_of_many() {
         let all = told([0, 5].into_iter(), 100);
         let kept = all.fitted(4000);

@@ -73,8 +73,8 @@ struct Times {
     machine: Vec<(i64, usize)>,
     /// Phases that ranks have ended.
     phases: Vec<usize>,
-    /// Ends of these phases of each rank, in microseconds, 0 for one that it has not ended: 32 bits each, little-endian,
-    /// in base 64.
+    /// Ends of these phases of each rank, in microseconds, 0 for one that it has not ended: 32 bits each,
+    /// little-endian, in base 64.
     ends: String,
 }
 

@@ -333,6 +333,9 @@ mod tests {
         collected.told = crate::object::tests::told(0..told, events);
         for step in 0..saves {
             (collected.step, collected.began_unix_ms) = (step, step);
+            if step == saves / 4 * 3 {
+                collected.ranks.iter_mut().flatten().for_each(|said| said.failure.clear());
+            }
             let operation = crate::report::operation(&collected);
             page.add(&collected, &operation).unwrap();
             report.saves.push(operation);
@@ -345,6 +348,10 @@ mod tests {
         for (saves, world, told, events, shown) in [(16, 8960, 9, 700, 16), (1000, 20, 9, 40, 300)] {
             let page = page(saves, world, told, events);
             assert!((500_000..5_000_000).contains(&page.len()), "{}", page.len());
+            let newest = page.rsplit("\"verb\":\"save\"").next().unwrap();
+            assert!(newest.contains("\"ends\":") && newest.contains("\"left_out\":"), "the newest has its details");
+            let failed = page.split("\"verb\":\"save\"").filter(|save| save.contains("\"outcome\":\"failed\""));
+            assert!(failed.filter(|save| save.contains("\"ends\":")).count() > 2, "those that failed have theirs");
             // Of the others the page says what all ranks did.
             assert_eq!(page.matches("\"outcome\":").count(), shown);
             let (times, events) = (page.matches("\"ends\":").count(), page.matches("\"left_out\":").count());
@@ -374,6 +381,9 @@ mod tests {
             .map(|step| {
                 let mut save = Operation::unrecorded(step, if step == 7 { "cut off" } else { "committed" });
                 save.began_unix_ms = Some(step);
+                if step < 1000 {
+                    save.verdicts = crate::verdicts::verdicts(&crate::object::tests::collected(3));
+                }
                 save
             })
             .collect();
@@ -381,6 +391,7 @@ mod tests {
         let listed = listed(&all, &[70]).unwrap();
         assert!(listed.len() == LISTED_MAX && listed.is_sorted(), "{listed:?}");
         assert!([7, 70, 1999, 1998].iter().all(|step| listed.contains(step)), "{listed:?}");
+        assert!(listed.iter().filter(|&&at| at < 1000).count() > 100, "those that lost most");
         assert_eq!(charted(&all).len(), 2000);
     }
 }

@@ -379,6 +379,10 @@ mod tests {
         let found = Collected::decode("here", &bytes).unwrap();
         assert!(!found.told.rows.is_empty() && found.told.left_out.len() == 9, "{:?}", found.told.left_out);
         assert!(found.said().all(|said| !said.failure.is_empty()), "a failed rank stays one");
+        // A job that fills an object has no room for events, and says so.
+        let full = Collected { told: large.told, ..collected(11_000) };
+        let found = Collected::decode("here", &full.encode().unwrap()).unwrap();
+        assert_eq!((found.told.rows.len(), found.told.left_out[&8]), (0, 2048 + 2));
     }
 
     #[test]

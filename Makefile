@@ -1,9 +1,9 @@
 # The menu of verbs. Each is a script that also runs by itself; CI runs `make test` and nothing else.
 .DEFAULT_GOAL := menu
-.PHONY: menu setup demo test campaigns frameworks megatron oldest servers wheel bench bench-quick lint docs clean
+.PHONY: menu setup demo test campaigns frameworks megatron browser oldest servers wheel bench bench-quick lint docs clean
 
 menu:
-	@echo "make setup | demo | test | campaigns | frameworks | megatron | oldest | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
+	@echo "make setup | demo | test | campaigns | frameworks | megatron | browser | oldest | servers | wheel | bench | bench-quick | lint | docs | clean      (start with: make demo)"
 
 # A virtual environment in .venv with the pinned tools and the wheel built from these sources, as it is shipped.
 setup:
@@ -29,6 +29,10 @@ frameworks: setup
 # The tests with Megatron-Core, in an environment of their own.
 megatron: setup
 	@scripts/megatron.sh
+
+# The tests of the command's pages in a real browser, the system's chromium.
+browser: setup
+	@scripts/browser.sh
 
 # The Python tests with the oldest PyTorch that works.
 oldest: setup

@@ -116,6 +116,7 @@ STEPS = [
     Step("receivers of metrics", ["scripts/receivers.sh"]),
     Step("Megatron-Core", ["scripts/megatron.sh"]),
     *(Step(f"Megatron-Core {version}", ["scripts/megatron.sh", "with", version]) for version in OLDER_MEGATRON),
+    Step("pages in a browser", ["scripts/browser.sh"]),
     Step("wheels for each machine", ["scripts/wheel.sh"]),
     Step("demo", [f"{BIN}/python", "examples/demo.py"]),
     Step("guide as a site, its whole figure", ["scripts/site.sh"]),

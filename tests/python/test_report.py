@@ -1,6 +1,7 @@
 """What saves and loads did on every rank: records beside the checkpoints, the command, and the file of events."""
 
 import contextlib
+import csv
 import json
 import os
 import signal
@@ -94,6 +95,38 @@ def test_a_checkpoint_of_no_run_leaves_no_record(tmp_path):
     assert "expected a run" in found.stderr
 
 
+def command(run, *options):
+    return subprocess.run([COMMAND, "report", run, *options], capture_output=True, text=True, timeout=120)
+
+
+def test_other_programs_read_traces_and_tables(ranks, tmp_path):
+    run, trace = tmp_path / "run", tmp_path / "trace.json"
+    ranks(2)(trains, str(run))
+    report = reported(run)
+    printed = command(run, "--csv")
+    rows = list(csv.DictReader(printed.stdout.splitlines()))
+    for operation, word in ((report["saves"][1], "save"), (report["loads"][0], "load")):
+        found = [row for row in rows if (row["operation"], row["step"]) == (word, f"{operation['step']}")]
+        assert len(found) == 2 * len(operation["phases"])
+        for row in found:
+            expected = operation["phases"][row["phase"]][int(row["rank"])]
+            assert float(row["took_ms"]) == pytest.approx(expected, abs=0.002) and row["ranks"] == "2"
+    assert command(run, "--trace", trace, "--step", "2").returncode == 0
+    slices = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    (save,) = [save for save in report["saves"] if save["step"] == 2]
+    for rank in (0, 1):
+        mine = [event for event in slices if event["pid"] == rank]
+        phases = {event["name"]: event["dur"] / 1e3 for event in mine if event["cat"] == "phases"}
+        assert phases == pytest.approx({phase: ms[rank] for phase, ms in save["phases"].items()}, abs=0.002)
+        stored = [event for event in mine if event["cat"] == "storage"]
+        assert len(stored) == save["events"][rank]["count"] > 5
+        assert any(event["args"].get("bytes") and event["args"]["object"] for event in stored)
+    assert [command(run, *options).returncode for options in (("--trace", trace), ("--out", trace))] == [5, 5]
+    for two in (("--csv", "--json"), ("--csv", "--trace", "x"), ("--json", "--trace", "x"), ("--out", "x", "--csv")):
+        refused = command(run, *two)
+        assert refused.returncode == 2 and "cannot be used with" in refused.stderr and not refused.stdout, two
+
+
 EVENTS = """
 import sys, torch, shardfast as sf
 with sf.Checkpointer(sys.argv[1], every=sf.steps(1)) as ckpt:
@@ -125,7 +158,8 @@ def test_the_file_of_events_has_each_operation_and_phase(tmp_path):
     written = dict.fromkeys(files, 0)
     for line in found:
         if line["event"] == "write":
-            name = next(name for name in files if line["object"].endswith(name[-40:]))
+            kept = line["object"].split("…")[0].split("/")[-1]  # without the digits that all files share
+            (name,) = [name for name in files if name.startswith(kept)]
             written[name] += line.get("bytes", 0)
     assert all(written[name] >= size > 0 for name, size in files.items()), (written, files)
     assert found[-1]["event"] == "outcome" and found[-1]["at_ms"] > 0

@@ -42,7 +42,7 @@ def test_the_toolchain_is_the_declared_one():
     assert channel.startswith(declared), f"rust-toolchain.toml pins {channel}, Cargo.toml declares {declared}"
 
 
-@pytest.mark.parametrize("name", ["dev", "bench", "frameworks", "megatron", "oldest"])
+@pytest.mark.parametrize("name", ["dev", "bench", "browser", "frameworks", "megatron", "oldest"])
 def test_lock_files_are_there_and_pin(name):
     wanted = re.findall(r"^([\w-]+==[\w.]+)", read(f"requirements/{name}.in"), re.MULTILINE)
     pinned = read(f"requirements/{name}.txt").splitlines()
@@ -52,7 +52,7 @@ def test_lock_files_are_there_and_pin(name):
     assert "Cargo.lock" in files(".lock"), "Remedy: commit Cargo.lock"
 
 
-@pytest.mark.parametrize("name", ["bench", "frameworks", "megatron"])
+@pytest.mark.parametrize("name", ["bench", "browser", "frameworks", "megatron"])
 def test_what_is_measured_is_made_of_what_is_tested(name):
     tested = read("requirements/dev.txt").splitlines()
     names = {line.split("==")[0] for line in tested if "==" in line}

@@ -1,9 +1,11 @@
 //! The command's arguments.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Error, Parser, Subcommand};
 use shardfast_engine::{TIMEOUT, Timeout};
 use shardfast_tools::interval;
 
@@ -33,6 +35,24 @@ pub(crate) struct Arguments {
     pub(crate) timeout: Seconds,
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+impl Arguments {
+    /// Parses the arguments, the first of which is the command's name.
+    pub(crate) fn of(args: impl IntoIterator<Item = OsString>) -> Result<Arguments, Error> {
+        let arguments = Arguments::try_parse_from(args)?;
+        let other = match &arguments.command {
+            Command::Report { trace: Some(_), .. } => "--trace",
+            Command::Report { csv: true, .. } => "--csv",
+            _ => return Ok(arguments),
+        };
+        // The option of all commands may stand before the command, where clap does not compare it with those of one.
+        if arguments.json {
+            let text = format!("the argument '--json' cannot be used with '{other}'\n");
+            return Err(Arguments::command().error(ErrorKind::ArgumentConflict, text));
+        }
+        Ok(arguments)
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -128,6 +148,12 @@ pub(crate) enum Command {
         /// Draw it as one page that needs no network, in a new file
         #[arg(long, value_name = "PAGE.html")]
         out: Option<PathBuf>,
+        /// Write a trace of all ranks that Perfetto (ui.perfetto.dev) opens, to a new file
+        #[arg(long, value_name = "FILE.json", conflicts_with_all = ["csv", "out"])]
+        trace: Option<PathBuf>,
+        /// Print a row of comma-separated values for each operation, rank and phase instead of text
+        #[arg(long, conflicts_with = "out")]
+        csv: bool,
     },
     /// Show what a job saves and loads now, again and again, or the last saves and loads of a run
     #[command(after_help = EXIT_CODES)]
@@ -416,6 +442,25 @@ mod tests {
 
     #[test]
     fn the_arguments_are_sound() {
-        <Arguments as clap::CommandFactory>::command().debug_assert();
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn a_report_has_one_form() {
+        let parsed = |line: &str| Arguments::of(line.split(' ').map(OsString::from));
+        for line in [
+            "shardfast --json report run --csv",
+            "shardfast report run --json --csv",
+            "shardfast report run --trace a --json",
+            "shardfast report run --trace a --csv",
+            "shardfast report run --out a --csv",
+            "shardfast report run --out a --trace b",
+        ] {
+            let error = parsed(line).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ArgumentConflict, "{line}: {error}");
+        }
+        for line in ["report run --csv --step 7", "report run --trace a", "--json report run --out a"] {
+            assert!(parsed(&format!("shardfast {line}")).is_ok(), "{line}");
+        }
     }
 }

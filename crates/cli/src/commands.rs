@@ -1,6 +1,7 @@
 //! The commands: each calls the engine and prints the results.
 
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -74,14 +75,18 @@ pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl 
             let exit_code = synced.failed.first().map_or(FINE, |failed| exit_code(failed.kind));
             Ok(outcome(describe::synced(&synced), &synced, exit_code))
         }
-        Command::Report { url, step, out } => {
-            let (report, page_bytes): (RunReport, _) =
-                shardfast_telemetry::report(&url, step, out.as_deref(), timeout)?;
-            let mut text = report::text(&report);
-            if let (Some(out), Some(bytes)) = (&out, page_bytes) {
-                text += &format!("wrote {} ({})\n", plain(&out.to_string_lossy()), size(bytes as u64));
-            }
-            Ok(outcome(text, &report, FINE))
+        Command::Report { url, step, csv: true, .. } => {
+            let text = shardfast_telemetry::csv(&url, step, timeout)?;
+            Ok(Outcome { text, json: String::new(), exit_code: FINE })
+        }
+        Command::Report { url, step, trace: Some(out), .. } => {
+            let (report, bytes): (RunReport, u64) = shardfast_telemetry::trace(&url, step, &out, timeout)?;
+            Ok(outcome(report::text(&report) + &wrote(&out, bytes), &report, FINE))
+        }
+        Command::Report { url, step, out, .. } => {
+            let (report, page_bytes) = shardfast_telemetry::report(&url, step, out.as_deref(), timeout)?;
+            let written = out.zip(page_bytes).map(|(out, bytes)| wrote(&out, bytes as u64));
+            Ok(outcome(report::text(&report) + &written.unwrap_or_default(), &report, FINE))
         }
         Command::Top { target, every, once } => top::run(&target, every, once, timeout),
         Command::Watch(asked) => watch_command(&asked, is_json, timeout),
@@ -128,6 +133,10 @@ fn watch_command(asked: &Watching, is_json: bool, timeout: &Timeout) -> Result<O
     }
     let firing = watch::once(asked, timeout)?;
     Ok(outcome(firing.text(), &firing, firing.exit_code()))
+}
+
+fn wrote(path: &Path, bytes: u64) -> String {
+    format!("wrote {} ({})\n", plain(&path.to_string_lossy()), size(bytes))
 }
 
 fn verify_command(url: &str, all: bool, stored: bool, timeout: &Timeout) -> Result<Outcome> {

@@ -17,7 +17,6 @@ mod watch;
 use std::ffi::OsString;
 use std::io::{self, Write};
 
-use clap::Parser;
 use shardfast_engine::{Kind, Timeout};
 
 use args::Arguments;
@@ -39,7 +38,7 @@ const OTHER: i32 = 5;
 /// Runs the command with these arguments, the first of which is its name, and returns its exit code. Prints to the
 /// process's own standard output and error. `host` returns the caller's own findings, if the command reports them.
 pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host) -> i32 {
-    let arguments = match Arguments::try_parse_from(args) {
+    let arguments = match Arguments::of(args) {
         Ok(arguments) => arguments,
         Err(error) => {
             // The terminal is closed: no error can be shown.

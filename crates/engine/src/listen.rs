@@ -11,6 +11,9 @@ use shardfast_transfer::report::Report;
 /// Largest text that a listener may send, in bytes.
 pub const SAID_BYTES_MAX: usize = 512;
 
+/// Largest text that the listener of a chosen rank may send after that, in bytes.
+pub const TOLD_BYTES_MAX: usize = 64 << 10;
+
 /// Kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
@@ -53,6 +56,14 @@ pub trait Listening: Observer {
     /// ranks say something, or those of none.
     fn says(&self, report: &Report) -> Option<Vec<u8>>;
 
-    /// Receives on rank 0 what all ranks have said, in their order; `Err` names ranks that said nothing in time.
-    fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, report: &Report);
+    /// Chooses on rank 0 the ranks that are to tell more, given what all ranks have said, in their order. Ranks send
+    /// nothing more if it names none but rank 0.
+    fn chooses(&self, said: &[Vec<u8>]) -> Vec<u32>;
+
+    /// Returns what rank 0 learns of this rank in addition if it was chosen: at most [`TOLD_BYTES_MAX`].
+    fn tells(&self) -> Vec<u8>;
+
+    /// Receives on rank 0 what all ranks have said, in their order; `Err` names ranks that said nothing in time. `told`
+    /// has what the chosen ranks but rank 0 have told, each with its number; nothing if one of all ranks did not come.
+    fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, told: Vec<(u32, Vec<u8>)>, report: &Report);
 }

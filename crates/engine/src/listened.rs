@@ -13,10 +13,18 @@ use shardfast_transfer::observed::Observed;
 
 use crate::background;
 use crate::engine::Engine;
-use crate::listen::{Begun, Listener, Listening, SAID_BYTES_MAX, Verb};
+use crate::listen::{Begun, Listener, Listening, SAID_BYTES_MAX, TOLD_BYTES_MAX, Verb};
 
 /// Time for which rank 0 waits for what other ranks have to say of an operation that has ended.
 const COLLECTED_WITHIN: Duration = Duration::from_secs(20);
+
+/// Time for which rank 0 waits for what chosen ranks tell in addition. All ranks have come to the round before, and
+/// rank 0's listener gets what they said there when this round is over.
+const TOLD_WITHIN: Duration = Duration::from_secs(5);
+
+/// Answers to what a rank has said, where some ranks are chosen to tell more; if none is, the answer is empty.
+const NOT_CHOSEN: u8 = 0;
+const CHOSEN: u8 = 1;
 
 /// Save or load of this rank, with the listener to it if the engine has one.
 pub(crate) struct Listened {
@@ -71,20 +79,46 @@ impl Listened {
         let Some(mut said) = listening.says(&report) else { return };
         said.truncate(SAID_BYTES_MAX);
         let mut all = None;
-        let mut keep = |said: Vec<Vec<u8>>| {
-            let nothing = vec![Vec::new(); said.len()];
-            all = Some(said);
-            Ok(nothing)
+        let mut choose = |said: Vec<Vec<u8>>| {
+            let mut chosen = listening.chooses(&said);
+            chosen.retain(|&rank| rank != 0 && (rank as usize) < said.len());
+            let answer = |rank| if chosen.contains(&rank) { CHOSEN } else { NOT_CHOSEN };
+            let length = usize::from(!chosen.is_empty());
+            let answers = (0..).zip(&said).map(|(rank, _)| vec![answer(rank); length]).collect();
+            all = Some((said, chosen));
+            Ok(answers)
         };
-        let agreed = engine.coord.agree(&format!("{number} said"), Ok(said), &mut keep, COLLECTED_WITHIN);
+        let answer = engine.coord.agree(&format!("{number} said"), Ok(said), &mut choose, COLLECTED_WITHIN);
+        let told = match &answer {
+            Ok(answer) if !answer.is_empty() => self.tell(engine, *number, answer[..] == [CHOSEN]),
+            _ => Vec::new(),
+        };
         if engine.rank() == 0 {
-            let missing = match agreed {
+            let missing = match answer {
                 Err(Coord::Missing { ranks, .. }) => ranks,
                 Err(Coord::Lost { rank, .. }) => vec![rank],
                 _ => Vec::new(),
             };
-            listening.collected(all.ok_or(missing), &report);
+            let (said, chosen) = all.map_or((Err(missing), Vec::new()), |(said, chosen)| (Ok(said), chosen));
+            let told = (0..).zip(told).filter(|(rank, _)| chosen.contains(rank)).collect();
+            listening.collected(said, told, &report);
         }
+    }
+
+    /// Brings what the chosen ranks tell to rank 0, to which all of it is returned, in the order of the ranks: empty
+    /// texts of others, nothing if a rank does not come.
+    fn tell(&self, engine: &Engine, number: u64, is_chosen: bool) -> Vec<Vec<u8>> {
+        let mut own = self.listening.as_ref().filter(|_| is_chosen).map(|own| own.tells()).unwrap_or_default();
+        own.truncate(TOLD_BYTES_MAX);
+        let mut all = Vec::new();
+        let mut keep = |told: Vec<Vec<u8>>| {
+            let nothing = vec![Vec::new(); told.len()];
+            all = told;
+            Ok(nothing)
+        };
+        // What a rank that does not come would have told is left out.
+        let _ = engine.coord.agree(&format!("{number} told"), Ok(own), &mut keep, TOLD_WITHIN);
+        all
     }
 
     /// Collects like [`collect`](Listened::collect) in the background.

@@ -75,29 +75,19 @@ impl Lines {
 }
 
 fn line<'a>(operation: &'a Operation, entry: &'a Entry, left_out: usize) -> Line<'a> {
-    let (event, attempt) = match entry.what {
-        What::Phase(phase) => (phase.word(), None),
-        What::Operation(action) => (action.word(), None),
-        What::Wrote => ("file", None),
-        What::Compared => ("replicas", None),
-        What::PageLock => ("page_lock", None),
-        What::Failed { attempt, is_final: false } => ("retry", Some(attempt)),
-        What::Failed { attempt, is_final: true } => ("gave_up", Some(attempt)),
-        What::Outcome => ("outcome", None),
-    };
     let is_outcome = matches!(entry.what, What::Outcome);
     Line {
         operation: word(operation.running.verb),
         url: &operation.running.url,
         rank: operation.rank,
         began_unix_ms: operation.running.began_unix_ms,
-        event,
+        event: entry.what.word(),
         at_ms: ms(entry.at),
         took_ms: ms(entry.took),
         object: entry.object.as_str(),
         offset: entry.offset,
         bytes: entry.bytes,
-        attempt,
+        attempt: entry.what.attempt(),
         failed: entry.has_failed,
         failure: operation.running.record.failure().filter(|_| is_outcome),
         left_out: (is_outcome && left_out > 0).then_some(left_out),

@@ -6,6 +6,8 @@
 //! runs, a process [serves](Telemetry::serve) what it does, and [exports](Telemetry::export) it.
 
 mod alerts;
+mod chosen;
+mod csv;
 mod digest;
 mod events;
 mod http;
@@ -18,17 +20,21 @@ mod record;
 pub mod report;
 mod serve;
 mod text;
+mod told;
+mod trace;
 mod verdicts;
 mod watch;
 
 use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Write};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shardfast_engine::listen::{Begun, Listener, Listening, Verb};
-use shardfast_engine::{Engine, Result, Timeout};
+use shardfast_engine::{Engine, Error, Kind, Result, Timeout};
 use shardfast_format::{TELEMETRY, parse_step_dir};
 use shardfast_store::{Shared, split};
 use shardfast_transfer::events::{Event, Observer};
@@ -41,8 +47,12 @@ use events::Lines;
 use live::{Live, Running};
 use object::Collected;
 use otlp::Exporter;
+use page::Page;
 use record::Record;
+use report::RunReport;
 pub use serve::ask;
+use told::Told;
+use trace::Trace;
 pub use verdicts::Verdict;
 pub use watch::Watcher;
 
@@ -50,21 +60,21 @@ pub use watch::Watcher;
 const WRITER: &str = concat!("shardfast ", env!("CARGO_PKG_VERSION"));
 
 /// Saves and loads of this process, once somebody is to be told of them.
-static TOLD: Mutex<Option<Told>> = Mutex::new(None);
+static PROCESS: Mutex<Option<Process>> = Mutex::new(None);
 
 /// Saves and loads of a process, and who else is told of them.
 #[derive(Clone)]
-struct Told {
+struct Process {
     live: Arc<Live>,
     exporter: Option<Arc<Exporter>>,
     /// Number of the process: a forked one has its parent's memory, but none of its threads.
-    process: u32,
+    id: u32,
 }
 
-impl Told {
+impl Process {
     /// Returns those of this process.
-    fn of_this(told: Option<&Told>) -> Option<&Told> {
-        told.filter(|told| told.process == std::process::id())
+    fn of_this(known: Option<&Process>) -> Option<&Process> {
+        known.filter(|known| known.id == std::process::id())
     }
 }
 
@@ -115,7 +125,7 @@ impl Telemetry {
     /// # Errors
     /// `Invalid` for another text; `Unavailable` when the port is taken; `Exhausted` when there is no thread.
     pub fn serve(&self, engine: &Arc<Engine>, address: &str, local_world: u32) -> Result<String> {
-        let mut beginning = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut beginning = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
         let live = self.tell(engine, &mut beginning).live.clone();
         if let Some(address) = live.address.get() {
             return Ok(address.clone());
@@ -140,37 +150,37 @@ impl Telemetry {
     /// `Invalid` names a variable that cannot be used; `Exhausted` when there is no thread.
     pub fn export(&self, engine: &Arc<Engine>) -> Result<bool> {
         let Some(settings) = otlp::Settings::read(|name| std::env::var(name).ok())? else { return Ok(false) };
-        let mut beginning = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-        let told = self.tell(engine, &mut beginning);
-        if told.exporter.is_none() {
-            told.exporter = Some(Arc::new(Exporter::start(settings, Arc::clone(&told.live))?));
+        let mut beginning = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+        let process = self.tell(engine, &mut beginning);
+        if process.exporter.is_none() {
+            process.exporter = Some(Arc::new(Exporter::start(settings, Arc::clone(&process.live))?));
         }
-        let _ = self.exporter.set(told.exporter.clone());
+        let _ = self.exporter.set(process.exporter.clone());
         Ok(true)
     }
 
     /// Tells of that engine from now on.
-    fn tell<'a>(&self, engine: &Arc<Engine>, told: &'a mut Option<Told>) -> &'a mut Told {
-        if Told::of_this(told.as_ref()).is_none() {
-            *told = None;
+    fn tell<'a>(&self, engine: &Arc<Engine>, known: &'a mut Option<Process>) -> &'a mut Process {
+        if Process::of_this(known.as_ref()).is_none() {
+            *known = None;
         }
-        let told = told.get_or_insert_with(|| Told {
+        let process = known.get_or_insert_with(|| Process {
             live: Arc::new(Live::new(engine, place_in(&self.place))),
             exporter: None,
-            process: std::process::id(),
+            id: std::process::id(),
         });
-        if self.live.set(Arc::clone(&told.live)).is_ok() {
-            told.live.attach(engine);
+        if self.live.set(Arc::clone(&process.live)).is_ok() {
+            process.live.attach(engine);
         }
-        told
+        process
     }
 }
 
 /// Waits until what this process exports is sent, for at most that long.
 pub fn flush(within: Duration) {
-    let told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-    let exporter = Told::of_this(told.as_ref()).and_then(|told| told.exporter.clone());
-    drop(told);
+    let known = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+    let exporter = Process::of_this(known.as_ref()).and_then(|process| process.exporter.clone());
+    drop(known);
     if let Some(exporter) = exporter {
         exporter.flush(within);
     }
@@ -271,6 +281,19 @@ impl Operation {
         Digest { address, ..Digest::new(&place_in(&self.place), &self.running.record, report) }
     }
 
+    /// Returns what its ranks have said, as it is kept.
+    fn collection(&self, step: u64, ranks: Vec<Option<Digest>>) -> Collected {
+        Collected {
+            verb: self.running.verb,
+            step,
+            began_unix_ms: self.running.began_unix_ms,
+            writer: WRITER.to_owned(),
+            missing: Vec::new(),
+            ranks,
+            told: Told::default(),
+        }
+    }
+
     /// Notes where other ranks tell what they do, if rank 0 can reach them there.
     fn found(&self, ranks: &[Option<Digest>]) {
         let Some(live) = &self.live else { return };
@@ -296,7 +319,16 @@ impl Listening for Operation {
         self.run.as_ref().map(|_| self.digest(report).encode())
     }
 
-    fn collected(&self, said: std::result::Result<Vec<Vec<u8>>, Vec<u32>>, report: &Report) {
+    fn chooses(&self, said: &[Vec<u8>]) -> Vec<u32> {
+        let ranks = said.iter().map(|said| Digest::decode(said)).collect();
+        self.run.as_ref().map(|(_, step)| chosen::chosen(&self.collection(*step, ranks))).unwrap_or_default()
+    }
+
+    fn tells(&self) -> Vec<u8> {
+        Told::of(self.rank, &self.running.record).encode()
+    }
+
+    fn collected(&self, said: std::result::Result<Vec<Vec<u8>>, Vec<u32>>, told: Vec<(u32, Vec<u8>)>, report: &Report) {
         let Some((run, step)) = &self.run else { return };
         let (ranks, missing): (Vec<Option<Digest>>, _) = match said {
             Ok(said) => (said.iter().map(|said| Digest::decode(said)).collect(), Vec::new()),
@@ -308,14 +340,9 @@ impl Listening for Operation {
             }
         };
         self.found(&ranks);
-        let collected = Collected {
-            verb: self.running.verb,
-            step: *step,
-            began_unix_ms: self.running.began_unix_ms,
-            writer: WRITER.to_owned(),
-            missing,
-            ranks,
-        };
+        let others = told.iter().filter_map(|(rank, told)| Told::decode(*rank, told));
+        let told = Told::joined(std::iter::once(Told::of(self.rank, &self.running.record)).chain(others));
+        let collected = Collected { missing, told, ..self.collection(*step, ranks) };
         // What cannot be stored is left out: no save fails for it.
         let _ = collected.encode().and_then(|bytes| {
             let store = shardfast_store::open_on(run, &self.storage)?;
@@ -335,12 +362,68 @@ pub fn report(
     step: Option<u64>,
     out: Option<&Path>,
     timeout: &Timeout,
-) -> Result<(report::RunReport, Option<usize>)> {
-    let (report, collected) = report::read_run(url, step, timeout)?;
-    let Some(out) = out else { return Ok((report, None)) };
-    let page = page::page(&report, &collected)?;
-    page::write(out, &page)?;
-    Ok((report, Some(page.len())))
+) -> Result<(RunReport, Option<usize>)> {
+    let Some(out) = out else { return Ok((report::read_run(url, step, timeout, &mut |_, _| Ok(()))?, None)) };
+    let mut page = Page::default();
+    let report = report::read_run(url, step, timeout, &mut |collected, operation| page.add(collected, operation))?;
+    let html = page.html(&report)?;
+    new_file(out)?.write_all(html.as_bytes()).map_err(|error| unwritten(out, &error))?;
+    Ok((report, Some(html.len())))
+}
+
+/// Writes what the saves and loads of the run at `url` did, or those of one step, as a trace to the new file `out`:
+/// Chrome's format of trace events, which Perfetto opens. Returns the report, and the trace's size in bytes.
+///
+/// # Errors
+/// As [`report`](report()).
+pub fn trace(url: &str, step: Option<u64>, out: &Path, timeout: &Timeout) -> Result<(RunReport, u64)> {
+    // A run that is not there leaves no file.
+    let mut trace: Option<Trace<BufWriter<File>>> = None;
+    let report = report::read_run(url, step, timeout, &mut |collected, operation| {
+        if trace.is_none() {
+            trace = Some(Trace::new(BufWriter::new(new_file(out)?)));
+        }
+        trace.as_mut().map_or(Ok(()), |trace| trace.add(collected, operation)).map_err(|error| unwritten(out, &error))
+    })?;
+    let trace = match trace {
+        Some(trace) => trace,
+        None => Trace::new(BufWriter::new(new_file(out)?)),
+    };
+    let bytes = trace.end().map_err(|error| unwritten(out, &error))?;
+    Ok((report, bytes))
+}
+
+/// Returns the times of the saves and loads of the run at `url`, or of those of one step, as a table of comma-separated
+/// values: a row for each operation, rank and phase.
+///
+/// # Errors
+/// As [`report`](report()).
+pub fn csv(url: &str, step: Option<u64>, timeout: &Timeout) -> Result<String> {
+    let mut table = csv::head();
+    report::read_run(url, step, timeout, &mut |collected, operation| {
+        csv::rows(&mut table, collected, operation);
+        Ok(())
+    })?;
+    Ok(table)
+}
+
+/// Creates a file.
+///
+/// # Errors
+/// `Conflict` when something is there already; `Invalid` or `Exhausted` when it cannot be created.
+fn new_file(path: &Path) -> Result<File> {
+    OpenOptions::new().write(true).create_new(true).open(path).map_err(|error| unwritten(path, &error))
+}
+
+fn unwritten(path: &Path, error: &std::io::Error) -> Error {
+    let (kind, what) = match error.kind() {
+        std::io::ErrorKind::AlreadyExists => {
+            (Kind::Conflict, "a file is there already: name another one, or remove it".to_owned())
+        }
+        std::io::ErrorKind::StorageFull => (Kind::Exhausted, error.to_string()),
+        _ => (Kind::Invalid, error.to_string()),
+    };
+    Error::new(kind, format!("{}: {what}", path.display()))
 }
 
 fn place_in(place: &Mutex<Place>) -> Place {

@@ -9,6 +9,8 @@ use shardfast_transfer::events::Phase;
 
 use crate::digest::{COORDINATES_MAX, Coordinates, Digest, Place, Sum};
 use crate::record::{BOUNDS_US, Class};
+use crate::text::list;
+use crate::told::Told;
 
 /// Version of the object's columns.
 const VERSION: &str = "1";
@@ -18,6 +20,19 @@ const DIMENSIONS_MAX: usize = 2 * COORDINATES_MAX;
 
 /// Largest object that is read, in bytes: more than one of 100,000 ranks has.
 pub(crate) const OBJECT_BYTES_MAX: u64 = 64 << 20;
+
+/// Bytes that events of single ranks take in an object at most. Those of a small model's save on 8 ranks take a
+/// twentieth of it, those of thousands of operations all.
+const EVENTS_BYTES_MAX: usize = 256 << 10;
+
+/// Bytes of an object up to which events of single ranks are added: one of 8,960 ranks has room for them.
+const OBJECT_BYTES_MEANT: usize = 3_000_000;
+
+/// Bytes that distinct texts of ranks take in an object at most.
+const TEXTS_BYTES_MAX: usize = 64 << 10;
+
+/// Text in place of those beyond [`TEXTS_BYTES_MAX`].
+const TEXT_LEFT_OUT: &str = "(left out: too many different texts)";
 
 /// One save or load, as all ranks saw it.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +48,8 @@ pub(crate) struct Collected {
     pub(crate) missing: Vec<u32>,
     /// Digest of each rank; `None` for a rank that sent none.
     pub(crate) ranks: Vec<Option<Digest>>,
+    /// Events of single ranks.
+    pub(crate) told: Told,
 }
 
 impl Collected {
@@ -63,13 +80,6 @@ impl Collected {
         note("machines", list(&machines));
         let mesh = self.mesh();
         note("mesh", list(&mesh));
-        let texts = |of: fn(&Digest) -> &str| {
-            let texts = self.ranks.iter().enumerate().filter_map(|(rank, said)| Some((rank, of(said.as_ref()?))));
-            list(texts.filter(|(_, text)| !text.is_empty()).collect::<std::collections::BTreeMap<_, _>>())
-        };
-        note("failures", texts(|rank| &rank.failure));
-        note("slowest", texts(|rank| &rank.slowest));
-
         let nothing = Digest::default();
         let ranks: Vec<&Digest> = self.ranks.iter().map(|said| said.as_ref().unwrap_or(&nothing)).collect();
         let sums = || ranks.iter().flat_map(|rank| &rank.sums);
@@ -84,6 +94,9 @@ impl Collected {
         let u64s = |of: fn(&Digest) -> u64| ranks.iter().map(|rank| of(rank)).collect::<Vec<u64>>();
         let (files, failures) = (u32s(|rank| rank.files), u32s(|rank| rank.failures));
         let (ended, paused) = (u64s(|rank| rank.ended_us), u64s(|rank| rank.paused_us));
+        let mut texts = Texts::default();
+        let failure: Vec<u32> = ranks.iter().map(|rank| texts.number(&rank.failure)).collect();
+        let slowest: Vec<u32> = ranks.iter().map(|rank| texts.number(&rank.slowest)).collect();
         let classes = Class::ALL.len();
         if !mesh.is_empty() {
             let of =
@@ -105,6 +118,12 @@ impl Collected {
         columns.add("longest_us", classes, &sums().map(|sum| sum.longest_us).collect::<Vec<_>>())?;
         let by_duration: Vec<u16> = sums().flat_map(|sum| sum.by_duration).collect();
         columns.add("by_duration", classes * (BOUNDS_US.len() + 1), &by_duration)?;
+        columns.add("failure", 1, &failure)?;
+        columns.add("slowest", 1, &slowest)?;
+        columns.notes.insert("shardfast.texts".to_owned(), list(&texts.texts));
+        Told::default().put(&mut columns)?;
+        let room = OBJECT_BYTES_MEANT.saturating_sub(columns.encode().len()).min(EVENTS_BYTES_MAX);
+        self.told.fitted(room).put(&mut columns)?;
         Ok(columns.encode())
     }
 
@@ -147,11 +166,8 @@ impl Collected {
             serde_json::from_str(text).ok()
         }
         let machines: Vec<String> = parsed(note("machines")?).ok_or_else(|| corrupt("machines: no list".to_owned()))?;
-        let texts = |name: &str| {
-            let texts: Option<std::collections::BTreeMap<usize, String>> = parsed(note(name)?);
-            texts.ok_or_else(|| corrupt(format!("{name}: no texts by rank")))
-        };
-        let (mut failures, mut slowest) = (texts("failures")?, texts("slowest")?);
+        let texts: Vec<String> = parsed(note("texts")?).ok_or_else(|| corrupt("texts: no list".to_owned()))?;
+        let text = |number: u32| texts.get((number as usize).wrapping_sub(1)).cloned().unwrap_or_default();
 
         let rows = columns.rows("said").unwrap_or_default();
         let (said, _) = columns.get::<u8>("said", rows)?;
@@ -169,6 +185,8 @@ impl Collected {
         let (busy, busy_width) = columns.get::<u64>("busy_us", rows)?;
         let (longest, longest_width) = columns.get::<u32>("longest_us", rows)?;
         let (by_duration, durations_width) = columns.get::<u16>("by_duration", rows)?;
+        let (failure, _) = columns.get::<u32>("failure", rows)?;
+        let (slowest, _) = columns.get::<u32>("slowest", rows)?;
         let (classes, durations) = (Class::ALL.len(), BOUNDS_US.len() + 1);
         let widths = [phases_width, count_width, bytes_width, busy_width, longest_width, durations_width];
         let expected = [Phase::ALL.len(), classes, classes, classes, classes, classes * durations];
@@ -196,21 +214,23 @@ impl Collected {
                 sums: std::array::from_fn(|class| sum(rank, class)),
                 files: files[rank],
                 ended_us: ended[rank],
-                failure: failures.remove(&rank).unwrap_or_default(),
+                failure: text(failure[rank]),
                 failures: failed[rank],
                 paused_us: paused[rank],
-                slowest: slowest.remove(&rank).unwrap_or_default(),
+                slowest: text(slowest[rank]),
                 is_page_locked: locked[rank] != 0,
                 address: String::new(),
             })
         };
+        let ranks = (0..rows).map(digest).collect();
         Ok(Collected {
             verb,
             step: number("step")?,
             began_unix_ms: number("began_unix_ms")?,
             writer: note("writer")?.to_owned(),
             missing: parsed(note("missing")?).ok_or_else(|| corrupt("missing: no list".to_owned()))?,
-            ranks: (0..rows).map(digest).collect(),
+            told: Told::take(what, &columns, rows)?,
+            ranks,
         })
     }
 
@@ -248,6 +268,34 @@ fn coordinates(columns: &Columns, mesh: &str, rows: usize) -> std::result::Resul
     Ok(coordinates.chunks(width).map(of).collect())
 }
 
+/// Texts of ranks, each once, up to [`TEXTS_BYTES_MAX`].
+#[derive(Default)]
+struct Texts {
+    texts: Vec<String>,
+    numbers: std::collections::HashMap<String, u32>,
+    bytes: usize,
+}
+
+impl Texts {
+    /// Returns the number of a text, from 1 on; 0 for an empty one.
+    fn number(&mut self, text: &str) -> u32 {
+        if text.is_empty() {
+            return 0;
+        }
+        if let Some(&number) = self.numbers.get(text) {
+            return number;
+        }
+        let bytes = list(text).len() + 1;
+        if self.bytes + bytes > TEXTS_BYTES_MAX && text != TEXT_LEFT_OUT {
+            return self.number(TEXT_LEFT_OUT);
+        }
+        self.bytes += bytes;
+        self.texts.push(text.to_owned());
+        self.numbers.insert(text.to_owned(), self.texts.len() as u32);
+        self.texts.len() as u32
+    }
+}
+
 /// Returns the word of a verb, in names and notes.
 pub(crate) fn word(verb: Verb) -> &'static str {
     match verb {
@@ -256,13 +304,33 @@ pub(crate) fn word(verb: Verb) -> &'static str {
     }
 }
 
-fn list(of: impl serde::Serialize) -> String {
-    serde_json::to_string(&of).unwrap_or_default()
-}
-
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::told::{Outcome, Row};
+
+    /// Events of these ranks, so many of each.
+    pub(crate) fn told(ranks: impl Iterator<Item = u32>, events: u32) -> Told {
+        Told::joined(ranks.map(|rank| {
+            let row = |number: u32| Row {
+                rank,
+                word: (number % 2) as u8,
+                began_us: number * 100,
+                took_us: 50 + number % 7 * rank,
+                offset: u64::from(number) << 20,
+                bytes: 1 << 20,
+                object: number,
+                attempt: (number % 2) as u16,
+                outcome: if number % 2 == 1 { Outcome::Failed } else { Outcome::Done },
+            };
+            Told {
+                words: vec!["write".to_owned(), "retry".to_owned()],
+                objects: (0..events).map(|number| format!("del/{rank:05}-{number:03}.safetensors")).collect(),
+                left_out: [(rank, 2)].into(),
+                rows: (0..events).map(row).collect(),
+            }
+        }))
+    }
 
     pub(crate) fn collected(world: usize) -> Collected {
         let digest = |rank: usize| Digest {
@@ -290,7 +358,9 @@ pub(crate) mod tests {
         };
         let ranks = (0..world).map(|rank| (rank != 2).then(|| digest(rank))).collect();
         let writer = "shardfast 0.1.0".to_owned();
-        Collected { verb: Verb::Save, step: 4000, began_unix_ms: 1_700_000_000_123, writer, missing: vec![2], ranks }
+        let told = told([0, 1].into_iter().filter(|&rank| rank < world as u32), 3);
+        let began_unix_ms = 1_700_000_000_123;
+        Collected { verb: Verb::Save, step: 4000, began_unix_ms, writer, missing: vec![2], ranks, told }
     }
 
     #[test]
@@ -337,7 +407,7 @@ pub(crate) mod tests {
             ("machines", "7"),
             ("mesh", "7"),
             ("mesh", "[\"dp\"]"),
-            ("failures", "[]"),
+            ("texts", "{}"),
         ] {
             let mut wrong = columns.clone();
             wrong.notes.insert(format!("shardfast.{name}"), note.to_owned());

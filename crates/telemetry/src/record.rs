@@ -12,7 +12,7 @@ use crate::text::Text;
 /// Events that a record keeps in full: 256 KiB of them. Sums go on beyond.
 const ENTRIES_MAX: usize = 2048;
 
-/// Bytes of an object's name that an event keeps: its end tells it from its neighbours.
+/// Bytes of an object's name that an event keeps.
 const OBJECT_BYTES: usize = 48;
 
 /// Bytes of a failure's text that a record keeps.
@@ -76,6 +76,8 @@ pub(crate) struct Entry {
     /// Object at the store, or the failure's word.
     pub(crate) object: Text<OBJECT_BYTES>,
     pub(crate) has_failed: bool,
+    /// Whether the failure is that there is no such object, which operations also ask to know.
+    pub(crate) is_missing: bool,
 }
 
 /// Kinds of events.
@@ -92,6 +94,30 @@ pub(crate) enum What {
         is_final: bool,
     },
     Outcome,
+}
+
+impl What {
+    /// Returns the word that files and records have for it.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            What::Phase(phase) => phase.word(),
+            What::Operation(action) => action.word(),
+            What::Wrote => "file",
+            What::Compared => "replicas",
+            What::PageLock => "page_lock",
+            What::Failed { is_final: false, .. } => "retry",
+            What::Failed { is_final: true, .. } => "gave_up",
+            What::Outcome => "outcome",
+        }
+    }
+
+    /// Returns the number of the try that failed, from 1 on.
+    pub(crate) fn attempt(self) -> Option<u16> {
+        match self {
+            What::Failed { attempt, .. } => Some(attempt),
+            _ => None,
+        }
+    }
 }
 
 /// Sums over the operations of one class.
@@ -163,8 +189,9 @@ impl Record {
             took: event.took,
             offset: event.offset,
             bytes: event.bytes,
-            object: Text::tail(event.object),
+            object: Text::name(event.object),
             has_failed: event.failure.is_some(),
+            is_missing: event.failure.is_some_and(|error| error.kind == shardfast_store::Kind::NotFound),
         });
     }
 
@@ -177,6 +204,7 @@ impl Record {
             bytes: 0,
             object: Text::head(""),
             has_failed: false,
+            is_missing: false,
         };
         let now = || self.began.elapsed();
         self.add(match *event {

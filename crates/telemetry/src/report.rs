@@ -13,6 +13,7 @@ use shardfast_transfer::error::retry;
 
 use crate::object::{Collected, OBJECT_BYTES_MAX};
 use crate::record::Class;
+use crate::told::Told;
 use crate::verdicts::{Verdict, median, phases, verdicts};
 
 /// Objects that are read at a time.
@@ -22,7 +23,7 @@ const READS: usize = 16;
 const PROBLEMS_MAX: usize = 16;
 
 /// Report of the saves and loads of a run.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub struct RunReport {
     /// Place of the run.
     pub url: String,
@@ -65,8 +66,21 @@ pub struct Operation {
     pub phases: BTreeMap<&'static str, Vec<Option<f64>>>,
     /// Operations at the storage by kind: number, bytes and time of all ranks.
     pub operations: BTreeMap<&'static str, Operations>,
+    /// Ranks whose events are kept in full.
+    pub events: Vec<Events>,
     /// Findings about it, the most time first.
     pub verdicts: Vec<Verdict>,
+}
+
+/// Events of one rank that are kept in full.
+#[derive(Debug, Serialize)]
+pub struct Events {
+    /// Number of the rank.
+    pub rank: u32,
+    /// Number of its events in the record.
+    pub count: usize,
+    /// Number of its other events.
+    pub left_out: u64,
 }
 
 /// Operations of one kind at the storage, of all ranks.
@@ -84,14 +98,15 @@ pub struct Operations {
     pub by_duration: Vec<u64>,
 }
 
-/// The report of a run, and of each record in it the place among the saves or the loads.
-pub(crate) type ReadRun = (RunReport, Vec<(Collected, usize)>);
+/// Receiver of each record of a run, in the order of time, with what the report says of it.
+pub(crate) type Each<'a> = &'a mut dyn FnMut(&Collected, &Operation) -> Result<()>;
 
-/// Reads what the saves and loads of the run at `url` did, or those of one step.
+/// Reads what the saves and loads of the run at `url` did, or those of one step. `each` gets each record while it is
+/// there: no more than a few are in memory at a time.
 ///
 /// # Errors
-/// As [`report`](crate::report()).
-pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout) -> Result<ReadRun> {
+/// As [`report`](crate::report()); an error of `each`.
+pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout, each: Each<'_>) -> Result<RunReport> {
     let store = runs::store(url, timeout)?;
     let (steps, entries) = runs::list_in(&*store, url, timeout)?;
     let has_records = entries.iter().any(|entry| entry.is_dir && entry.name == TELEMETRY);
@@ -104,39 +119,37 @@ pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout) -> Resul
     };
     names.retain(|name| parse_record_name(name).is_some_and(|found| step.is_none_or(|step| found == step)));
     names.sort_unstable();
-    let (mut collected, mut unreadable) = (Vec::new(), Vec::new());
-    for (_, found) in read(&*store, url, &names, timeout) {
-        match found {
-            Ok(found) => collected.push(found),
-            Err(error) if unreadable.len() < PROBLEMS_MAX => unreadable.push(error.message),
-            Err(_) => {}
+
+    let mut report = RunReport { url: url.to_owned(), ..RunReport::default() };
+    for names in names.chunks(READS) {
+        for (_, collected) in read(&*store, url, names, timeout) {
+            let collected = match collected {
+                Ok(collected) => collected,
+                Err(error) => {
+                    if report.unreadable.len() < PROBLEMS_MAX {
+                        report.unreadable.push(error.message);
+                    }
+                    continue;
+                }
+            };
+            let operations = if collected.verb == Verb::Save { &mut report.saves } else { &mut report.loads };
+            let mut operation = operation(&collected);
+            count_in_a_row(&mut operation.verdicts, operations.last().map_or(&[], |last| &last.verdicts));
+            each(&collected, &operation)?;
+            operations.push(operation);
         }
     }
-
-    let mut report = RunReport { url: url.to_owned(), saves: Vec::new(), loads: Vec::new(), unreadable };
-    for collected in &collected {
-        let operations = if collected.verb == Verb::Save { &mut report.saves } else { &mut report.loads };
-        let mut operation = operation(collected);
-        count_in_a_row(&mut operation.verdicts, operations.last().map_or(&[], |last| &last.verdicts));
-        operations.push(operation);
-    }
+    let recorded: std::collections::BTreeSet<u64> =
+        report.saves.iter().filter(|save| save.outcome == "committed").map(|save| save.step).collect();
     for unrecorded in steps.into_iter().filter(|found| step.is_none_or(|step| found.step == step)) {
-        if !report.saves.iter().any(|save| save.step == unrecorded.step && save.outcome == "committed") {
+        if !recorded.contains(&unrecorded.step) {
             let is_committed = !matches!(unrecorded.commit, Ok(None));
-            report
-                .saves
-                .push(Operation::unrecorded(unrecorded.step, if is_committed { "committed" } else { "cut off" }));
+            let outcome = if is_committed { "committed" } else { "cut off" };
+            report.saves.push(Operation::unrecorded(unrecorded.step, outcome));
         }
     }
     report.saves.sort_by_key(|save| (save.step, save.began_unix_ms.unwrap_or(u64::MAX)));
-    let place = |collected: &Collected| {
-        let operations = if collected.verb == Verb::Save { &report.saves } else { &report.loads };
-        let is_it = |one: &Operation| (one.step, one.began_unix_ms) == (collected.step, Some(collected.began_unix_ms));
-        operations.iter().position(is_it)
-    };
-    let places: Vec<Option<usize>> = collected.iter().map(place).collect();
-    let collected = collected.into_iter().zip(places).filter_map(|(collected, at)| Some((collected, at?))).collect();
-    Ok((report, collected))
+    Ok(report)
 }
 
 /// Returns the error of a place where there is no run.
@@ -223,6 +236,7 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
         failures: collected.said().map(|said| u64::from(said.failures)).sum(),
         phases: phases.into_iter().filter(|(_, ms)| ms.iter().any(Option::is_some)).collect(),
         operations,
+        events: events(&collected.told),
         verdicts: verdicts(collected),
     }
 }
@@ -237,6 +251,11 @@ fn machines(collected: &Collected) -> Vec<Option<Arc<str>>> {
 fn coordinates(collected: &Collected) -> BTreeMap<Arc<str>, Vec<Option<u16>>> {
     let at = |dimension: &str| collected.ranks.iter().map(|said| said.as_ref()?.place.at(dimension)).collect();
     collected.mesh().into_iter().map(|dimension| (Arc::clone(&dimension), at(&dimension))).collect()
+}
+
+fn events(told: &Told) -> Vec<Events> {
+    let of = |(&rank, &left_out)| Events { rank, count: told.rank(rank).map_or(0, <[_]>::len), left_out };
+    told.left_out.iter().map(of).collect()
 }
 
 impl Operation {
@@ -256,6 +275,7 @@ impl Operation {
             failures: 0,
             phases: BTreeMap::new(),
             operations: BTreeMap::new(),
+            events: Vec::new(),
             verdicts: Vec::new(),
         }
     }

@@ -2,6 +2,9 @@
 
 use std::fmt;
 
+/// Digits that are kept of a long run of them.
+const DIGITS_KEPT: usize = 6;
+
 /// A text of at most `N` bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct Text<const N: usize> {
@@ -19,13 +22,30 @@ impl<const N: usize> Text<N> {
         Text::of(&text[..end])
     }
 
-    /// Keeps the end of a text that is too long.
-    pub(crate) fn tail(text: &str) -> Text<N> {
-        let mut start = text.len().saturating_sub(N);
-        while !text.is_char_boundary(start) {
+    /// Keeps of a name that is too long its end, and of a long run of hexadecimal digits in that the beginning: all
+    /// files of a save share theirs, and their numbers stand before it.
+    pub(crate) fn name(name: &str) -> Text<N> {
+        if name.len() <= N {
+            return Text::of(name);
+        }
+        let digits = name.rfind('-').map_or(0, |dash| dash + 1);
+        let length = name[digits..].bytes().take_while(u8::is_ascii_hexdigit).count();
+        let (first, last) = if length > DIGITS_KEPT && name.len() - digits - length < N / 2 {
+            (&name[..digits + DIGITS_KEPT], &name[digits + length..])
+        } else {
+            (name, "")
+        };
+        let mark = if last.is_empty() { "" } else { "…" };
+        let mut start = (first.len() + mark.len() + last.len()).saturating_sub(N);
+        while !first.is_char_boundary(start) {
             start += 1;
         }
-        Text::of(&text[start..])
+        let (mut bytes, mut length) = ([0; N], 0);
+        for part in [&first[start..], mark, last] {
+            bytes[length..length + part.len()].copy_from_slice(part.as_bytes());
+            length += part.len();
+        }
+        Text { bytes, length }
     }
 
     fn of(text: &str) -> Text<N> {
@@ -45,6 +65,11 @@ impl<const N: usize> fmt::Debug for Text<N> {
     }
 }
 
+/// Returns a list or an object as JSON.
+pub(crate) fn list(of: impl serde::Serialize) -> String {
+    serde_json::to_string(&of).unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -52,8 +77,21 @@ mod tests {
     #[test]
     fn a_text_is_cut_between_characters() {
         assert_eq!(Text::<5>::head("abäöc").as_str(), "abä");
-        assert_eq!(Text::<4>::tail("abäöc").as_str(), "öc");
-        assert_eq!(Text::<9>::tail("").as_str(), "");
+        assert_eq!(Text::<4>::name("abäöc").as_str(), "öc");
+        assert_eq!(Text::<9>::name("").as_str(), "");
         assert_eq!(Text::<2>::head("ab").as_str(), "ab");
+    }
+
+    #[test]
+    fn a_long_name_keeps_what_tells_it_from_others() {
+        let file = |key: &str| format!("{key}/00003-000-{}.safetensors", "0123456789abcdef".repeat(2));
+        assert_eq!(Text::<48>::name(&file("model")).as_str(), "model/00003-000-012345….safetensors");
+        let long = file("a/very/long/key/of/some/state/with/words");
+        assert_eq!(Text::<48>::name(&long).as_str(), "state/with/words/00003-000-012345….safetensors");
+        for length in 0..80 {
+            for name in [format!("{}-{}", "ä".repeat(length), "f".repeat(length)), "-a".repeat(length)] {
+                assert!(Text::<48>::name(&name).as_str().len() <= 48, "{name}");
+            }
+        }
     }
 }

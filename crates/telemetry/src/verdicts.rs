@@ -82,19 +82,27 @@ pub(crate) fn phases_of(verb: Verb) -> &'static [PhaseOf] {
     }
 }
 
-/// Returns the times of all ranks in each phase of that kind of operation, in milliseconds; `None` for a rank that has
-/// not ended the phase.
-pub(crate) fn phases(collected: &Collected) -> Vec<(&'static str, Vec<Option<f64>>)> {
-    let ms = |said: &Option<Digest>, (_, from, to): &PhaseOf| {
+/// Begin and end of a rank in a phase, in microseconds since the request; `None` for one that has not ended it.
+pub(crate) type Span = Option<(u32, u32)>;
+
+/// Returns when each rank was in each phase of that kind of operation.
+pub(crate) fn spans(collected: &Collected) -> Vec<(&'static str, Vec<Span>)> {
+    let span = |said: &Option<Digest>, (_, from, to): &PhaseOf| {
         let us = |phase: Phase| said.as_ref().map(|said| said.phases_us[phase as usize]).filter(|&us| us > 0);
         let end = us(*to)?;
-        let start = from.iter().find_map(|&phase| us(phase)).unwrap_or(0);
-        Some(f64::from(end.saturating_sub(start)) / 1e3)
+        Some((from.iter().find_map(|&phase| us(phase)).unwrap_or(0).min(end), end))
     };
     phases_of(collected.verb)
         .iter()
-        .map(|phase| (phase.0, collected.ranks.iter().map(|said| ms(said, phase)).collect()))
+        .map(|phase| (phase.0, collected.ranks.iter().map(|said| span(said, phase)).collect()))
         .collect()
+}
+
+/// Returns the times of all ranks in each phase of that kind of operation, in milliseconds; `None` for a rank that has
+/// not ended the phase.
+pub(crate) fn phases(collected: &Collected) -> Vec<(&'static str, Vec<Option<f64>>)> {
+    let ms = |span: Span| span.map(|(from, to)| f64::from(to - from) / 1e3);
+    spans(collected).into_iter().map(|(phase, spans)| (phase, spans.into_iter().map(ms).collect())).collect()
 }
 
 /// Returns the findings about one operation, the most time first.
@@ -480,7 +488,8 @@ mod tests {
             Some(digest)
         };
         let ranks = ranks.iter_mut().enumerate().map(digest).collect();
-        Collected { verb: Verb::Save, step: 1, began_unix_ms: 0, writer: String::new(), missing: Vec::new(), ranks }
+        let (writer, told) = (String::new(), crate::told::Told::default());
+        Collected { verb: Verb::Save, step: 1, began_unix_ms: 0, writer, missing: Vec::new(), ranks, told }
     }
 
     fn first(collected: &Collected) -> (String, &'static str, &'static str) {

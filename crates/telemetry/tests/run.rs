@@ -10,7 +10,7 @@ use shardfast_engine::listen::{Begun, Listener, Listening};
 use shardfast_engine::{Destination, Engine, Kind, Prove, State, Timeout, open, save};
 use shardfast_format::Catalog;
 use shardfast_telemetry::report::RunReport;
-use shardfast_telemetry::{Change, Rules, Telemetry, Watcher, report};
+use shardfast_telemetry::{Change, Rules, Telemetry, Watcher, csv, report, trace};
 use shardfast_transfer::report::Report;
 
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -87,6 +87,106 @@ fn each_save_and_load_of_a_run_is_recorded_with_all_ranks() {
     assert!(failed.text.contains("committed there already"), "{failed:?}");
     assert!(report.saves[0].operations["small_writes"].count > 0, "{:?}", report.saves[0].operations);
     assert!(report.unreadable.is_empty(), "{report:?}");
+    // Of a small job the events of all ranks are kept.
+    for operation in [&report.saves[0], &report.saves[2], &report.loads[0]] {
+        let kept: Vec<_> = operation.events.iter().map(|of| (of.rank, of.left_out)).collect();
+        assert_eq!(kept, [(0, 0), (1, 0), (2, 0)], "{operation:?}");
+        assert!(operation.events[0].count > 0, "{operation:?}");
+    }
+}
+
+#[test]
+fn of_a_larger_job_events_of_a_few_ranks_are_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(save_step(&engines(10, 10), dir.path(), 1), [Ok(()); 10]);
+    let save = &read(dir.path()).saves[0];
+    let ranks: Vec<u32> = save.events.iter().map(|of| of.rank).collect();
+    // A busy machine may make ranks slow.
+    let is_expected = if save.verdicts.is_empty() { ranks == [0] } else { ranks[0] == 0 && ranks.len() < 10 };
+    assert!(is_expected && save.not_reporting.is_empty(), "{save:?}");
+}
+
+/// A listener to a rank that ends when it is chosen: it never tells.
+struct Ending(Arc<dyn Listening>);
+
+impl shardfast_store::Observer for Ending {
+    fn stored(&self, event: &shardfast_store::Event<'_>) {
+        self.0.stored(event);
+    }
+}
+
+impl shardfast_transfer::events::Observer for Ending {
+    fn noted(&self, event: &shardfast_transfer::events::Event<'_>) {
+        self.0.noted(event);
+    }
+}
+
+impl Listening for Ending {
+    fn says(&self, report: &Report) -> Option<Vec<u8>> {
+        self.0.says(report)
+    }
+
+    fn chooses(&self, said: &[Vec<u8>]) -> Vec<u32> {
+        self.0.chooses(said)
+    }
+
+    fn tells(&self) -> Vec<u8> {
+        panic!("the process ends");
+    }
+
+    fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, told: Vec<(u32, Vec<u8>)>, report: &Report) {
+        self.0.collected(said, told, report);
+    }
+}
+
+struct EndsIfChosen(Telemetry);
+
+impl Listener for EndsIfChosen {
+    fn begins(&self, begun: &Begun<'_>) -> Arc<dyn Listening> {
+        Arc::new(Ending(self.0.begins(begun)))
+    }
+}
+
+#[test]
+fn a_rank_that_ends_before_it_tells_its_events_leaves_the_record_of_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let engines: Vec<_> = (0..)
+        .zip(shardfast_coord::local(2))
+        .map(|(rank, coord)| {
+            let engine = Engine::new(coord, shardfast_engine::staging::STAGING_BYTES_MIN).unwrap();
+            let telemetry = Telemetry::new(Some(rank), None);
+            let listener: Arc<dyn Listener> =
+                if rank == 1 { Arc::new(EndsIfChosen(telemetry)) } else { Arc::new(telemetry) };
+            engine.listen(listener);
+            engine
+        })
+        .collect();
+    assert_eq!(save_step(&engines, dir.path(), 1), [Ok(()); 2]);
+    let save = &read(dir.path()).saves[0];
+    assert_eq!((save.outcome, save.not_reporting.len()), ("committed", 0));
+    assert_eq!(save.events.iter().map(|of| of.rank).collect::<Vec<_>>(), [0], "its own events rank 0 has");
+}
+
+#[test]
+fn a_trace_and_a_table_are_made_of_what_was_recorded() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(save_step(&engines(2, 2), dir.path(), 1), [Ok(()); 2]);
+    let (place, out) = (dir.path().to_str().unwrap(), dir.path().join("trace.json"));
+    let timeout = Timeout::default();
+    let nowhere = dir.path().join("empty");
+    std::fs::create_dir(&nowhere).unwrap();
+    assert_eq!(trace(nowhere.to_str().unwrap(), None, &out, &timeout).unwrap_err().kind, Kind::NotFound);
+    assert!(!out.exists(), "nothing is written of a run that is not there");
+    let (_, bytes) = trace(place, None, &out, &timeout).unwrap();
+    let text = std::fs::read_to_string(&out).unwrap();
+    assert_eq!(bytes, text.len() as u64);
+    for part in ["\"save of step 1\"", "\"storage\"", "\"phases\"", "\"publish\"", "\"process_name\""] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert_eq!(trace(place, None, &out, &timeout).unwrap_err().kind, Kind::Conflict);
+    let table = csv(place, Some(1), &timeout).unwrap();
+    assert!(table.starts_with("operation,step,outcome,") && table.contains("\nsave,1,committed,"), "{table}");
+    assert_eq!(csv(place, Some(2), &timeout).unwrap().lines().count(), 1);
 }
 
 #[test]
@@ -190,7 +290,15 @@ impl Listening for Counted {
         None
     }
 
-    fn collected(&self, _: Result<Vec<Vec<u8>>, Vec<u32>>, _: &Report) {
+    fn chooses(&self, _: &[Vec<u8>]) -> Vec<u32> {
+        panic!("nothing was said");
+    }
+
+    fn tells(&self) -> Vec<u8> {
+        panic!("nobody was chosen");
+    }
+
+    fn collected(&self, _: Result<Vec<Vec<u8>>, Vec<u32>>, _: Vec<(u32, Vec<u8>)>, _: &Report) {
         panic!("nothing was said");
     }
 }

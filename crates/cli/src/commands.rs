@@ -1,7 +1,7 @@
 //! The commands: each calls the engine and prints the results.
 
 use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -79,15 +79,7 @@ pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl 
             let text = shardfast_telemetry::csv(&url, step, timeout)?;
             Ok(Outcome { text, json: String::new(), exit_code: FINE })
         }
-        Command::Report { url, step, trace: Some(out), .. } => {
-            let (report, bytes): (RunReport, u64) = shardfast_telemetry::trace(&url, step, &out, timeout)?;
-            Ok(outcome(report::text(&report) + &wrote(&out, bytes), &report, FINE))
-        }
-        Command::Report { url, step, out, .. } => {
-            let (report, page_bytes) = shardfast_telemetry::report(&url, step, out.as_deref(), timeout)?;
-            let written = out.zip(page_bytes).map(|(out, bytes)| wrote(&out, bytes as u64));
-            Ok(outcome(report::text(&report) + &written.unwrap_or_default(), &report, FINE))
-        }
+        Command::Report { url, step, out, trace, .. } => report_command(&url, step, out, trace, timeout),
         Command::Top { target, every, once } => top::run(&target, every, once, timeout),
         Command::Watch(asked) => watch_command(&asked, is_json, timeout),
         Command::Rewind { url, to } => {
@@ -133,6 +125,22 @@ fn watch_command(asked: &Watching, is_json: bool, timeout: &Timeout) -> Result<O
     }
     let firing = watch::once(asked, timeout)?;
     Ok(outcome(firing.text(), &firing, firing.exit_code()))
+}
+
+fn report_command(
+    url: &str,
+    step: Option<u64>,
+    out: Option<PathBuf>,
+    trace: Option<PathBuf>,
+    timeout: &Timeout,
+) -> Result<Outcome> {
+    if let Some(out) = trace {
+        let (report, bytes): (RunReport, u64) = shardfast_telemetry::trace(url, step, &out, timeout)?;
+        return Ok(outcome(report::text(&report) + &wrote(&out, bytes), &report, FINE));
+    }
+    let (report, page_bytes) = shardfast_telemetry::report(url, step, out.as_deref(), timeout)?;
+    let written = out.zip(page_bytes).map(|(out, bytes)| wrote(&out, bytes as u64));
+    Ok(outcome(report::text(&report) + &written.unwrap_or_default(), &report, FINE))
 }
 
 fn wrote(path: &Path, bytes: u64) -> String {

@@ -29,7 +29,7 @@ const EVENTS_BYTES_MAX: usize = 256 << 10;
 const OBJECT_BYTES_MEANT: usize = 3_000_000;
 
 /// Bytes that distinct texts of ranks take in an object at most.
-const TEXTS_BYTES_MAX: usize = 64 << 10;
+const TEXTS_BYTES_MAX: usize = 32 << 10;
 
 /// Text in place of those beyond [`TEXTS_BYTES_MAX`].
 const TEXT_LEFT_OUT: &str = "(left out: too many different texts)";
@@ -147,11 +147,8 @@ impl Collected {
             let text = note(name)?;
             text.parse::<u64>().map_err(|_| corrupt(format!("{name}: expected a number, found {text:?}")))
         };
-        let verb = match note("verb")? {
-            "save" => Verb::Save,
-            "load" => Verb::Load,
-            other => return Err(corrupt(format!("verb: expected save or load, found {other:?}"))),
-        };
+        let word = note("verb")?;
+        let verb = verb(word).ok_or_else(|| corrupt(format!("verb: expected save or load, found {word:?}")))?;
         for (name, expected) in [
             ("phases", list(Phase::ALL.map(Phase::word))),
             ("operations", list(Class::ALL.map(Class::words))),
@@ -293,6 +290,15 @@ impl Texts {
         self.texts.push(text.to_owned());
         self.numbers.insert(text.to_owned(), self.texts.len() as u32);
         self.texts.len() as u32
+    }
+}
+
+/// Returns the verb of that word.
+fn verb(word: &str) -> Option<Verb> {
+    match word {
+        "save" => Some(Verb::Save),
+        "load" => Some(Verb::Load),
+        _ => None,
     }
 }
 

@@ -71,6 +71,10 @@ struct Times {
     machines: Vec<String>,
     /// Runs of ranks on one machine: its index, -1 for ranks that said nothing, and how many they are.
     machine: Vec<(i64, usize)>,
+    /// Dimensions of the job's meshes, and the coordinates of each rank in them: 16 bits each, little-endian, in base
+    /// 64; 65,535 for none.
+    mesh: Vec<std::sync::Arc<str>>,
+    coordinates: String,
     /// Phases that ranks have ended.
     phases: Vec<usize>,
     /// Ends of these phases of each rank, in microseconds, 0 for one that it has not ended: 32 bits each,
@@ -287,7 +291,11 @@ fn times(collected: &Collected) -> Times {
     let ranks = collected.ranks.iter().map(|said| said.as_ref().unwrap_or(&nothing));
     let ends = ranks.flat_map(|said| phases.iter().map(|&phase| said.phases_us[phase]));
     let ends = base64(ends.flat_map(u32::to_le_bytes));
-    Times { machine, ends, phases, machines }
+    let mesh = collected.mesh();
+    let at = |rank: &Option<Digest>, dimension: &str| rank.as_ref()?.place.at(dimension);
+    let rows = collected.ranks.iter().flat_map(|rank| mesh.iter().map(|name| at(rank, name).unwrap_or(u16::MAX)));
+    let coordinates = base64(rows.flat_map(u16::to_le_bytes));
+    Times { machine, mesh, coordinates, ends, phases, machines }
 }
 
 fn events(told: &Told) -> Events<'_> {

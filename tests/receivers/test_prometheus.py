@@ -19,6 +19,13 @@ ROOT = Path(__file__).parents[2]
 BIN = ROOT / "target" / "receivers" / "usr" / "bin"
 RULES = ROOT / "docs" / "alerts.yml"
 
+# Alertmanager reads a file below /usr/share, where its package is not installed: it sees the unpacked one there.
+SHARE = ROOT / "target" / "receivers" / "usr" / "share"
+UNPACKED = (
+    *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c"),
+    f'mount -t overlay overlay -o lowerdir={SHARE}:/usr/share /usr/share && exec "$0" "$@"',
+)
+
 CONFIGURATION = """
 global: {{scrape_interval: 1s, evaluation_interval: 1s}}
 rule_files: [{rules}]
@@ -76,12 +83,13 @@ def receivers(tmp_path, ranks_port):
     """Both receivers; gives Prometheus's process, its port and that of the Alertmanager."""
     port, manager, rules = free_ports(1), free_ports(1), tmp_path / "alerts.yml"
     # The rules as they are shipped, for a job whose minutes are seconds.
-    rules.write_text(RULES.read_text().replace("[15m]", "[15s]"))
+    rules.write_text(RULES.read_text().replace("[15m]", "[15s]").replace("offset 15m", "offset 15s"))
     targets = ", ".join(f'"127.0.0.1:{ranks_port + rank}"' for rank in range(2))
     (tmp_path / "prometheus.yml").write_text(CONFIGURATION.format(rules=rules, manager=manager, ranks=targets))
     (tmp_path / "manager.yml").write_text(MANAGER)
     with (
         runs(
+            *UNPACKED,
             str(BIN / "prometheus-alertmanager"),
             f"--config.file={tmp_path}/manager.yml",
             f"--storage.path={tmp_path}/manager",

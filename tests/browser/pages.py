@@ -16,7 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))  # before this folder, whose conftest is another one
 from conftest import Process, outcomes
-from facts import PER_MACHINE, RANKS, SAVES, SLOW_RANK, SLOW_SAVE, STOPPED, WORLD
+from facts import PER_MACHINE, RANKS, SAVES, SLOW_RANK, SLOW_SAVE, STAGE, STOPPED, TENSOR, WORLD
 from rank_server import Rank, RankServer
 from test_report import trains
 
@@ -119,12 +119,14 @@ def of_a_save(number: int, like: dict[str, str]) -> tuple[dict[str, str], dict[s
             objects += [f"loader/{n:05}-000-0123456789abcdef.safetensors" for n in range(90)]
     events.sort(key=lambda event: (event[0], event[2]))
     event = [np.array(of)[:, None] for of in zip(*events, strict=True)]
-    one = np.ones((RANKS, 1))
+    one, ranks = np.ones((RANKS, 1)), np.arange(RANKS)
     columns = {
         "said": one.astype("<u1"),
         "page_locked": one.astype("<u1"),
         "machine": np.repeat(np.arange(len(machines)), PER_MACHINE)[:, None].astype("<u4"),
         "local_rank": np.tile(np.arange(PER_MACHINE), len(machines))[:, None].astype("<u2"),
+        # Stages of a pipeline, data parallel ranks, and four-way tensor parallelism within a machine.
+        "coordinates": np.stack([ranks // STAGE, ranks % STAGE // TENSOR, ranks % TENSOR], axis=1).astype("<u2"),
         "phases_us": ends,
         "files": one.astype("<u4"),
         "failed": (0 * one).astype("<u4"),
@@ -151,6 +153,7 @@ def of_a_save(number: int, like: dict[str, str]) -> tuple[dict[str, str], dict[s
         "shardfast.step": f"{1000 + number}",
         "shardfast.began_unix_ms": f"{1_800_000_000_000 + 60_000 * number}",
         "shardfast.machines": json.dumps(machines),
+        "shardfast.mesh": json.dumps(["pp", "dp", "tp"]),
         "shardfast.texts": json.dumps(["model/00000-000.safetensors"]),
         "shardfast.missing": "[]",
         "shardfast.events": json.dumps(["write", "retry"]),

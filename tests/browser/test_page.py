@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 import pytest
-from facts import RANKS, SAVES, SLOW_RANK, SLOW_SAVE, STOPPED, WORLD
+from facts import RANKS, SAVES, SLOW_RANK, SLOW_SAVE, STAGE, STOPPED, TENSOR, WORLD
 
 FIRST_PAINT = "performance.getEntriesByType('paint').find((one) => one.name === 'first-contentful-paint')?.startTime"
 BARS = """(rank) => [...document.querySelectorAll(`[data-timeline="${rank}"] [data-action]`)].map((bar) => ({
@@ -158,6 +158,28 @@ def test_a_large_run_is_shown_at_once(shown, runs):
     longest = ", ".join(f"{ms:.0f}" for ms in clicks)
     print(f"{size} bytes, first picture {paint_ms:.0f} ms, loaded {loaded_s:.2f} s, clicks {longest} ms")
     assert loaded_s < 20 and max(clicks) < 2000, "far from 2 s and 100 ms on a machine that does other things"
+
+
+def test_ranks_stand_together_by_a_dimension_of_the_mesh(shown):
+    page = shown("large")
+    stage, data, tensor = SLOW_RANK // STAGE, SLOW_RANK % STAGE // TENSOR, SLOW_RANK % TENSOR
+    where = f"(node-{SLOW_RANK // 8:04}, pp={stage} dp={data} tp={tensor})"
+    assert f"rank {SLOW_RANK} {where}" in page.locator("#summary ol li").first.inner_text()
+    assert page.locator("#together option").all_inner_texts() == ["machine", "pp", "dp", "tp"]
+    assert page.locator("[data-group]").count() == RANKS // 8
+    page.locator("#together").select_option("tp")
+    groups = page.locator("[data-group]").evaluate_all("(all) => all.map((one) => one.dataset.group)")
+    assert groups == [f"tp={at}" for at in range(TENSOR)]
+    inside = page.locator('[data-group="tp=1"] [data-rank]').evaluate_all(
+        "(all) => all.map((one) => Number(one.dataset.rank))"
+    )
+    assert inside == list(range(1, RANKS, TENSOR))
+    page.locator('[data-rank="1"]').focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.rank") == "5"  # its neighbour in the picture
+    page.keyboard.press("Enter")
+    assert page.locator('[data-timeline="5"]').count() == 1
+    assert page.locator('[aria-pressed="true"]').count() == 1
 
 
 def test_many_operations_are_drawn_together_and_add_up(shown, runs):

@@ -25,6 +25,7 @@ def show(results: dict[str, Any]) -> None:
         "resharding": _resharding,
         "stores": _stores,
         "planning": _planning,
+        "telemetry": _telemetry,
     }
     rows = [row for name, read in readers.items() if name in results for row in read(results[name])]
     table("goals", ("", "goal", "found", ""), [[*row[:3], "reached" if row[3] else "MISSED"] for row in rows])
@@ -44,6 +45,20 @@ def _stall(found: dict[str, Any]) -> list[Row]:
         if systems.get(OURS):
             first = systems[OURS]["median"]
             rows.append((f"stall of the first save, {name}", "10 ms", f"{first:.1f} ms", first <= 10))
+    return rows
+
+
+def _telemetry(found: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for part in ("durable save", "cold load", "processor time"):
+        rate = found["ratios"][part]["median"]
+        rows.append((f"{part}, with all sinks", "0.99 of without", f"{rate:.3f}", rate >= 0.99))
+    for part in ("call", "step at once"):
+        off, on = (found["found"][mode][part]["median"] for mode in ("without", "with all sinks"))
+        rows.append((f"{part}, with all sinks", "10 us longer", f"{1e3 * (on - off):.1f} us", on - off <= 0.01))
+    for name, goal, value in found["scale"]:
+        if goal is not None:
+            rows.append((name, f"{goal:g}", f"{value:.2f}", value <= goal))
     return rows
 
 

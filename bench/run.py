@@ -21,6 +21,7 @@ from typing import Any
 import goals
 import stall
 import stores
+import telemetry
 import training
 import transfer
 from ceilings import expect_fio
@@ -60,6 +61,10 @@ MEASURES = {
     "loaders": (
         elsewhere("loaders.py", "torchdata", "frameworks"),
         "data loaders in a state: stall, a resumed epoch beside accelerate's",
+    ),
+    "telemetry": (
+        telemetry.measure,
+        "what it costs to tell what saves and loads do",
     ),
     "planning": (planning, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
 }

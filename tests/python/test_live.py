@@ -287,3 +287,16 @@ def test_top_refuses_what_is_no_rank():
         )
         thread.join()
     assert done.returncode == 2 and "expected what a training's rank tells" in done.stderr, done
+
+
+def test_a_save_prints_in_a_forked_process_too(tmp_path):
+    pending = sf.save_async(tmp_path / "one", state_of(0))
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, repr(pending).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert os.read(read, 4096).decode() == f"<save of {tmp_path}/one: begun by another process>"
+    os.close(read)
+    pending.committed()

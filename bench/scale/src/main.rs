@@ -1,11 +1,12 @@
 //! What planning and committing cost on one core, from a thousand ranks to a hundred thousand, on generated jobs: no
-//! network, no storage, no tensors. What ranks tell each other is counted as the bytes of its encoding.
+//! network, no storage, no tensors; what it costs to keep and collect what saves did. What ranks tell each other is counted as the bytes of its encoding.
 //!
-//! `scale [--quick] [--json <file>]`
+//! `scale [--quick] [--telemetry] [--json <file>]`: with `--telemetry` the last alone
 
 mod commit;
 mod layout;
 mod sharing;
+mod telemetry;
 mod tree;
 mod worst;
 
@@ -31,6 +32,11 @@ fn main() -> io::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let quick = arguments.iter().any(|argument| argument == "--quick");
     let json = arguments.iter().position(|argument| argument == "--json").and_then(|at| arguments.get(at + 1));
+    if arguments.iter().any(|argument| argument == "--telemetry") {
+        let found = telemetry::measure(quick)?;
+        telemetry::print(&found);
+        return json.map_or(Ok(()), |path| std::fs::write(path, serde_json::to_string(&found)?));
+    }
     let replicas: &[u64] = if quick { &REPLICAS_QUICK } else { &REPLICAS };
 
     println!("405 billion parameters, TP 8 x PP 16 x DP, distributed optimizer; one core; the last column: growth");

@@ -129,7 +129,10 @@ class Pending:
 
     def __repr__(self) -> str:
         """One line: the checkpoint, and how far the save is."""
-        report, progress = json.loads(self._pending.report()), self.progress
+        try:
+            report, progress = json.loads(self._pending.report()), self.progress
+        except Error:  # of another process
+            return f"<save of {self.url}: begun by another process>"
         phases: dict[str, float] = report["phases_ms"]
         if self.done():
             try:

@@ -108,6 +108,7 @@ STEPS = [
             *pytest("-o", "faulthandler_timeout=0", "tests/python/test_optimizer_table.py"),
         ),
     ),
+    Step("reports of killed jobs", given({"SHARDFAST_REPORT_KILLS": 100}, *pytest("tests/python/test_report.py"))),
     Step("units of work", given({"SHARDFAST_UNIT_HISTORIES": 10000}, *pytest("tests/python/test_units.py"))),
     Step("stored values", [f"{BIN}/python", "fuzz/values.py", "--seconds", "600", "--start", "1000000"]),
     Step("oldest PyTorch", given(LAYOUTS, "scripts/oldest.sh")),

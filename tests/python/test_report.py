@@ -4,6 +4,7 @@ import contextlib
 import csv
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -255,3 +256,30 @@ def test_the_report_of_a_save_whose_replicas_differ_has_the_files_that_were_writ
     for report in ranks(2)(differing, str(tmp_path / "one")):
         assert "written" in report["phases_ms"] and "committed" not in report["phases_ms"]
         assert report["files_written"] == 1 and report["bytes_written"] > 1_900_000
+
+
+SAVING = """
+import os, sys, torch, shardfast as sf
+run, first = sys.argv[1], int(sys.argv[2])
+state = {f"t{i}": torch.zeros(100_000) for i in range(4)}
+for step in range(first, first + 1000):
+    sf.save(f"{run}/step-{step:08}", state)
+    print(step, flush=True)
+"""
+
+
+def test_the_report_has_the_saves_of_a_job_that_is_killed_at_any_moment(tmp_path):
+    run, dice, first = tmp_path / "run", random.Random(39), 1
+    for _ in range(int(os.environ.get("SHARDFAST_REPORT_KILLS", "3"))):
+        with subprocess.Popen(
+            [sys.executable, "-c", SAVING, str(run), str(first)], stdout=subprocess.PIPE, text=True
+        ) as job:
+            job.stdout.readline()
+            time.sleep(dice.uniform(0, 0.2))
+            job.kill()
+        places = {int(path.name.removeprefix("step-")): path for path in run.glob("step-*")}
+        outcomes = {save["step"]: save["outcome"] for save in reported(str(run))["saves"]}
+        expected = {step: "committed" if (path / "COMMIT").exists() else "cut off" for step, path in places.items()}
+        assert outcomes == expected
+        first = max(places) + 1
+    assert len(expected) > 3

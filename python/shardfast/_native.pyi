@@ -249,6 +249,9 @@ class Pending:
     def committed_notes(self) -> dict[str, str]:
         """Shardfast's own notes (``shardfast.…``) of the checkpoint, after the commit; the same on every rank."""
 
+    def stalled(self, seconds: float) -> None:
+        """Notes that the program has waited for the save for that long."""
+
     def moved(self) -> tuple[int, int, int]:
         """The bytes of this rank's part of the save so far: in all, copied, and taken by the storage."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -205,6 +206,7 @@ def begin(
 
         return begin
 
+    began = time.perf_counter()
     # An interrupt in the second part comes when the ranks have met: it is no failure of the next call.
     pending, begun = prepared(session, prepared(session, prepare, timeout_s), timeout_s, failures=Exception)
     try:
@@ -215,6 +217,8 @@ def begin(
         except Error:  # of this save: the caller gets it here
             pending.raised()
             raise
+    if not blocking:
+        pending.stalled(time.perf_counter() - began)
     return pending
 
 

@@ -132,6 +132,7 @@ def of_a_save(number: int, like: dict[str, str]) -> tuple[dict[str, str], dict[s
         "failed": (0 * one).astype("<u4"),
         "ended_us": us["committed"][:, None].astype("<u8"),
         "paused_us": (0 * one).astype("<u8"),
+        "stalled_us": (1_100 * one).astype("<u4"),
         "count": count,
         "bytes": bytes_moved,
         "busy_us": busy,

@@ -70,6 +70,8 @@ def test_every_save_and_load_of_a_run_is_reported_with_all_ranks(ranks, tmp_path
         assert operation["not_reporting"] == []
         for phase, times in operation["phases"].items():
             assert len(times) == 2 and all(ms is not None and ms >= 0 for ms in times), phase
+    assert all(0 < save["stalled_ms"] < save["ended_ms"] for save in report["saves"])
+    assert report["loads"][0]["stalled_ms"] is None
     assert {"plan", "copy", "write", "agree", "values", "commit"} <= set(report["saves"][0]["phases"])
     assert report["saves"][0]["files"] == len(list(Path(run, "step-00000001").rglob("*/*-*.safetensors")))
     bytes_of = sum(path.stat().st_size for path in Path(run, "step-00000001").rglob("*") if path.is_file())

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardfast_transfer::error::{Error, Kind, Result, panicked};
-use shardfast_transfer::events::Phase;
+use shardfast_transfer::events::{Event, Observer, Phase};
 use shardfast_transfer::progress::{Progress, Shared, State};
 use shardfast_transfer::report::{Moved, Report};
 
@@ -114,6 +114,11 @@ impl Pending {
     /// Returns whether this rank's tensors are written, or their writes have failed.
     pub fn has_written(&self) -> bool {
         self.shared.observed.is_over(Phase::Written)
+    }
+
+    /// Notes that the program has waited for the save.
+    pub fn stalled(&self, took: Duration) {
+        self.shared.observed.noted(&Event::Stalled { took });
     }
 
     /// Returns the bytes that the save has moved so far.

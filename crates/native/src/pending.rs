@@ -123,6 +123,12 @@ impl Pending {
         Ok(self.pending.get()?.committed_notes())
     }
 
+    /// Notes that the program has waited for the save for that long.
+    fn stalled(&self, seconds: f64) -> PyResult<()> {
+        self.pending.get()?.stalled(crate::session::seconds(seconds)?);
+        Ok(())
+    }
+
     /// Returns the bytes of this rank's part of the save so far: in all, copied, and taken by the storage.
     fn moved(&self) -> PyResult<(u64, u64, u64)> {
         let moved = self.pending.get()?.moved();

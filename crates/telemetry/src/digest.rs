@@ -22,9 +22,10 @@ const FAILURE_BYTES: usize = 160;
 
 /// Characters of a failure's text, those of the address, and whether coordinates are said, in each try to fit into a
 /// message. A failure keeps some characters in all of them, since an empty one says that nothing failed.
-const TRIES: [(usize, usize, bool); 4] = [
+const TRIES: [(usize, usize, bool); 5] = [
     (FAILURE_BYTES, ADDRESS_BYTES, true),
     (FAILURE_BYTES / 4, ADDRESS_BYTES, true),
+    (FAILURE_BYTES / 4, 0, true),
     (FAILURE_BYTES / 4, 0, false),
     (4, 0, false),
 ];
@@ -100,6 +101,8 @@ pub(crate) struct Digest {
     pub(crate) failures: u32,
     /// Pauses before what failed was tried again.
     pub(crate) paused_us: u64,
+    /// Time that the program waited for the save: in its call, and before it could change the state.
+    pub(crate) stalled_us: u32,
     /// Object of the longest operation at the store.
     pub(crate) slowest: String,
     pub(crate) is_page_locked: bool,
@@ -136,6 +139,7 @@ impl Digest {
             failure: record.failure().unwrap_or_default().to_owned(),
             failures,
             paused_us: u64::try_from(paused.as_micros()).unwrap_or(u64::MAX),
+            stalled_us: u32::try_from(record.stalled().as_micros()).unwrap_or(u32::MAX),
             slowest: slowest.map(|(_, object)| object.as_str().to_owned()).unwrap_or_default(),
             is_page_locked: report.page_lock_failure.is_none(),
             address: String::new(),
@@ -216,6 +220,7 @@ mod tests {
             failure: "ä".repeat(4000),
             failures: u32::MAX,
             paused_us: u64::MAX,
+            stalled_us: u32::MAX,
             slowest: "s".repeat(48),
             is_page_locked: true,
             address: "a".repeat(80),

@@ -26,7 +26,7 @@ pub(crate) const OBJECT_BYTES_MAX: u64 = 64 << 20;
 const EVENTS_BYTES_MAX: usize = 256 << 10;
 
 /// Bytes of an object up to which events of single ranks are added: one of 8,960 ranks has room for them.
-const OBJECT_BYTES_MEANT: usize = 3_000_000;
+const OBJECT_BYTES_MEANT: usize = 2_999_000;
 
 /// Bytes that distinct texts of ranks take in an object at most.
 const TEXTS_BYTES_MAX: usize = 32 << 10;
@@ -112,6 +112,7 @@ impl Collected {
         columns.add("failed", 1, &failures)?;
         columns.add("ended_us", 1, &ended)?;
         columns.add("paused_us", 1, &paused)?;
+        columns.add("stalled_us", 1, &u32s(|rank| rank.stalled_us))?;
         columns.add("count", classes, &sums().map(|sum| sum.count).collect::<Vec<_>>())?;
         columns.add("bytes", classes, &sums().map(|sum| sum.bytes).collect::<Vec<_>>())?;
         columns.add("busy_us", classes, &sums().map(|sum| sum.busy_us).collect::<Vec<_>>())?;
@@ -177,6 +178,7 @@ impl Collected {
         let (failed, _) = columns.get::<u32>("failed", rows)?;
         let (ended, _) = columns.get::<u64>("ended_us", rows)?;
         let (paused, _) = columns.get::<u64>("paused_us", rows)?;
+        let (stalled, _) = columns.get::<u32>("stalled_us", rows)?;
         let (count, count_width) = columns.get::<u32>("count", rows)?;
         let (moved, bytes_width) = columns.get::<u64>("bytes", rows)?;
         let (busy, busy_width) = columns.get::<u64>("busy_us", rows)?;
@@ -214,6 +216,7 @@ impl Collected {
                 failure: text(failure[rank]),
                 failures: failed[rank],
                 paused_us: paused[rank],
+                stalled_us: stalled[rank],
                 slowest: text(slowest[rank]),
                 is_page_locked: locked[rank] != 0,
                 address: String::new(),
@@ -358,6 +361,7 @@ pub(crate) mod tests {
             failure: if rank == 1 { "write \"a\": away".to_owned() } else { String::new() },
             failures: 1,
             paused_us: 20,
+            stalled_us: 1_100,
             slowest: "model/a.safetensors".to_owned(),
             is_page_locked: rank != 0,
             address: String::new(),

@@ -88,6 +88,7 @@ pub(crate) enum What {
     Wrote,
     Compared,
     PageLock,
+    Stalled,
     /// An action has failed for that many times, and is tried again after a pause (`took`) or not at all.
     Failed {
         attempt: u16,
@@ -105,6 +106,7 @@ impl What {
             What::Wrote => "file",
             What::Compared => "replicas",
             What::PageLock => "page_lock",
+            What::Stalled => "stall",
             What::Failed { is_final: false, .. } => "retry",
             What::Failed { is_final: true, .. } => "gave_up",
             What::Outcome => "outcome",
@@ -138,6 +140,7 @@ pub(crate) struct Record {
     sums: [Sums; Class::ALL.len()],
     failures: AtomicU32,
     paused_ns: AtomicU64,
+    stalled_ns: AtomicU64,
     failure: OnceLock<Text<FAILURE_BYTES>>,
 }
 
@@ -151,6 +154,7 @@ impl Record {
             sums: Default::default(),
             failures: AtomicU32::new(0),
             paused_ns: AtomicU64::new(0),
+            stalled_ns: AtomicU64::new(0),
             failure: OnceLock::new(),
         }
     }
@@ -168,6 +172,11 @@ impl Record {
     /// Returns the number of failures that were tried again or ended the operation, and the pauses after them.
     pub(crate) fn failures(&self) -> (u32, Duration) {
         (self.failures.load(Relaxed), Duration::from_nanos(self.paused_ns.load(Relaxed)))
+    }
+
+    /// Returns the time that the program has waited for the operation.
+    pub(crate) fn stalled(&self) -> Duration {
+        Duration::from_nanos(self.stalled_ns.load(Relaxed))
     }
 
     /// Returns why the operation failed.
@@ -211,6 +220,10 @@ impl Record {
             Event::Expects { .. } | Event::Copied { .. } => return,
             Event::Ended { phase, after } => moment(What::Phase(phase), after),
             Event::GaveUp { phase, after } => Entry { has_failed: true, ..moment(What::Phase(phase), after) },
+            Event::Stalled { took } => {
+                self.stalled_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
+                Entry { took, ..moment(What::Stalled, now().saturating_sub(took)) }
+            }
             Event::Wrote { bytes } => Entry { bytes, ..moment(What::Wrote, now()) },
             Event::Compared { outcome } => Entry { object: Text::head(outcome), ..moment(What::Compared, now()) },
             Event::PageLock { failure } => {

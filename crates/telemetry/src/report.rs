@@ -54,6 +54,9 @@ pub struct Operation {
     pub coordinates: BTreeMap<Arc<str>, Vec<Option<u16>>>,
     /// Time until the state could change, of the slowest rank, in milliseconds.
     pub staged_ms: Option<f64>,
+    /// Time that the program waited for an asynchronous save, in its call and before it could change the state, on the
+    /// rank where that was longest, in milliseconds; `None` for others.
+    pub stalled_ms: Option<f64>,
     /// Time until the outcome, of the slowest rank, in milliseconds.
     pub ended_ms: Option<f64>,
     /// Bytes that all ranks wrote, or read.
@@ -226,6 +229,7 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
         not_reporting: (0..collected.ranks.len()).filter(|&rank| collected.ranks[rank].is_none()).collect(),
         machines: machines(collected),
         coordinates: coordinates(collected),
+        stalled_ms: largest(&mut collected.said().map(|said| f64::from(said.stalled_us) / 1e3)).filter(|&ms| ms > 0.0),
         staged_ms: staged.and_then(|(_, ms)| largest(&mut ms.iter().flatten().copied())),
         ended_ms: largest(&mut collected.said().map(|said| said.ended_us as f64 / 1e3)),
         bytes: match collected.verb {
@@ -269,6 +273,7 @@ impl Operation {
             machines: Vec::new(),
             coordinates: BTreeMap::new(),
             staged_ms: None,
+            stalled_ms: None,
             ended_ms: None,
             bytes: 0,
             files: 0,

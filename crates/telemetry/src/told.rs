@@ -154,7 +154,8 @@ impl Told {
         let (mut is_named, mut bytes, mut kept) = (vec![false; self.objects.len()], 0, 0);
         for row in &order {
             let name = row.object as usize;
-            bytes += ROW_BYTES + if is_named[name] { 0 } else { list(&self.objects[name]).len() + 1 };
+            // A comma behind a name, and the quotes around it, which the header escapes.
+            bytes += ROW_BYTES + if is_named[name] { 0 } else { list(&self.objects[name]).len() + 3 };
             is_named[name] = true;
             if bytes > bytes_max {
                 break;

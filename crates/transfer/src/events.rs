@@ -96,6 +96,11 @@ pub enum Event<'a> {
         /// Number of bytes.
         bytes: u64,
     },
+    /// The program has waited for a save: in its call, or before it could change the state.
+    Stalled {
+        /// Time that it waited.
+        took: Duration,
+    },
     /// A data file of this rank is written.
     Wrote {
         /// Length of the file, its header included.

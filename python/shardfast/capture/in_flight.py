@@ -187,6 +187,11 @@ class Pending:
             self.mind(timeout_s)
         self._pending.committed(None if until is None else max(until - time.monotonic(), 0.0))
 
+    def stalled(self, seconds: float) -> None:
+        """Notes that the program has waited for the save, so that reports tell it."""
+        with contextlib.suppress(Error):  # of another process
+            self._pending.stalled(seconds)
+
     def fail(self, error: Exception) -> None:
         """Notes an error after the save, so that the log shows it if :meth:`raised` is not called."""
         self._failure = str(error)
@@ -272,13 +277,15 @@ class InFlight:
         """Waits until no save copies tensors that are about to change. A failed save raises its error itself."""
         if not self._unstaged:
             return
-        began = time.perf_counter()
         for pending in self._unstaged:
+            began = time.perf_counter()
             try:
                 pending.mind()
             except Error as error:
                 _log.debug("%s: %s", pending.url, error)
-        self.waited_s += time.perf_counter() - began
+            waited_s = time.perf_counter() - began
+            pending.stalled(waited_s)
+            self.waited_s += waited_s
 
     def changing(self, by: str) -> None:
         """Tensors are about to change that saves copy.

@@ -7,7 +7,6 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use shardfast_coord::grpc::{self, Membership, Tls};
 use shardfast_coord::{Coord, Topology};
-use shardfast_engine::listen::Listener;
 use shardfast_engine::{Engine, Error, of_ranks, staging_bytes_default};
 use shardfast_telemetry::Telemetry;
 

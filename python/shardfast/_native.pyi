@@ -151,10 +151,11 @@ class Session:
     def reserve(self, described: Described) -> None:
         """Makes and page-locks staging memory for what a save of that state copies from devices, in the background."""
 
-    def serve(self, address: str) -> str:
-        """Serves what this process's saves and loads do over HTTP, and returns where others reach it.
+    def serve(self, address: str) -> tuple[str, str, int]:
+        """Serves what this process's saves and loads do over HTTP.
 
-        ``address`` is ``host:port``; ranks of a machine serve at ports in a row.
+        ``address`` is ``host:port``; ranks of a machine serve at ports in a row. Returns where others reach it, where
+        it listens, and the descriptor of the socket.
         """
 
     def export(self) -> bool:

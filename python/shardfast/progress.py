@@ -53,7 +53,7 @@ def shown(what: str, moved: Callable[[], tuple[int, int]], wanted: bool) -> Iter
 
     ``moved`` returns the bytes in all, and those that are done.
     """
-    if not wanted or sys.stderr is None or not sys.stderr.isatty():
+    if not wanted or not _is_terminal():
         yield
         return
     began, over = time.monotonic(), threading.Event()
@@ -72,13 +72,19 @@ def shown(what: str, moved: Callable[[], tuple[int, int]], wanted: bool) -> Iter
     finally:
         over.set()
         thread.join()
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):
             print(file=sys.stderr)
+
+
+def _is_terminal() -> bool:
+    with contextlib.suppress(Exception):  # of what the program has put in its place
+        return sys.stderr is not None and sys.stderr.isatty()
+    return False
 
 
 def _write(what: str, moved: Callable[[], tuple[int, int]], began: float) -> None:
     total, done = moved()
     columns = shutil.get_terminal_size().columns
     text = line(what, done, total, time.monotonic() - began, columns)
-    with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, or closed by the program
+    with contextlib.suppress(Exception):  # a terminal that is gone, or what the program has put in its place
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -83,6 +83,9 @@ The ranks of a machine take ports in a row, the first of them this one. Others t
 if the host is theirs to reach: ``0.0.0.0`` is.
 """
 
+EVENTS = "SHARDFAST_EVENTS"
+"""The environment variable that names a file to which events of saves and loads are appended, as lines of JSON."""
+
 _FAILED = "! "
 """Prefix of the error that a rank without an address publishes in the store."""
 
@@ -92,6 +95,7 @@ _sessions: weakref.WeakKeyDictionary[Any, tuple[Session, Invalid | None]] = weak
 _meetings: weakref.WeakKeyDictionary[Any, _Meeting] = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[Session] = weakref.WeakSet()
 _served: weakref.WeakSet[Session] = weakref.WeakSet()
+_listeners: set[int] = set()
 _watch: threading.Thread | None = None
 _lock = threading.Lock()
 
@@ -100,6 +104,10 @@ def _in_forked_child() -> None:
     """Makes a new lock: the holder of the old one does not exist here. Sessions check their process themselves."""
     global _lock, _watch
     _lock, _watch = threading.Lock(), None
+    for listener in _listeners:  # a child that outlives this process would keep the port
+        with contextlib.suppress(OSError):
+            os.close(listener)
+    _listeners.clear()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
@@ -248,9 +256,18 @@ def _serve(session: Session) -> None:
     _served.add(session)
     if address := os.environ.get(METRICS):
         try:
-            _log.info("rank %d serves http://%s/metrics and /live", session.rank, session.serve(address))
+            seen, bound, listener = session.serve(address)
         except Error as error:
-            _log.warning("%s=%s: no metrics are served: %s", METRICS, address, error)
+            _log.warning("%s=%s: no metrics are served: %s", METRICS, address.rsplit("@", 1)[-1], error)
+        else:
+            _listeners.add(listener)
+            where = "" if seen == bound else f", reached as {seen}"
+            _log.info("rank %d serves http://%s/metrics and /live%s", session.rank, bound, where)
+    if path := os.environ.get(EVENTS):
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
+        except OSError as error:
+            _log.warning("%s=%s: no events are written: %s", EVENTS, path, error)
     try:
         session.export()
     except Error as error:

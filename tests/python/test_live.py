@@ -236,7 +236,12 @@ def test_a_taken_port_or_a_wrong_address_fails_no_save(tmp_path):
 QUIET = """
 import os, sys, torch, shardfast as sf
 sf.save(sys.argv[1], {"model": torch.nn.Linear(4, 4)})
-names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+names = []
+for task in os.listdir("/proc/self/task"):
+    try:
+        names.append(open(f"/proc/self/task/{task}/comm").read().strip())
+    except OSError:  # it has ended
+        pass
 lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/net/{file}")]
 listening = {line[9] for line in lines if line[3] == "0A"}
 files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
@@ -300,3 +305,47 @@ def test_a_save_prints_in_a_forked_process_too(tmp_path):
     assert os.read(read, 4096).decode() == f"<save of {tmp_path}/one: begun by another process>"
     os.close(read)
     pending.committed()
+
+
+class Broken:
+    """A stream that says that it is a terminal, and is none."""
+
+    def isatty(self):
+        return True
+
+    def write(self, _):
+        raise RuntimeError("not written")
+
+    flush = write
+
+
+def test_a_stream_that_fails_fails_no_load(tmp_path, monkeypatch):
+    state = state_of(0)
+    sf.save(tmp_path / "one", state)
+    monkeypatch.setattr(sys, "stderr", Broken())
+    assert sf.load(tmp_path / "one", state, progress=True).bytes_read > 0
+
+
+def test_a_forked_process_leaves_the_port_to_others(tmp_path):
+    program = ALONE.replace("sys.stdin.read()", "import os\nif os.fork(): os._exit(0)\nsys.stdin.read()")
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "one")],
+        env={**os.environ, "SHARDFAST_METRICS": "127.0.0.1:0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        log = "".join(iter(process.stdout.readline, "saved\n"))
+        process.wait()  # the child lives on, until its input ends
+        port = int(re.search(r"serves http://127\.0\.0\.1:(\d+)/metrics", log)[1])
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+        process.stdin.close()
+
+
+def test_events_that_cannot_be_written_are_a_warning(tmp_path):
+    with alone(tmp_path / "one", SHARDFAST_EVENTS=str(tmp_path)) as (_, log):
+        assert f"SHARDFAST_EVENTS={tmp_path}: no events are written" in log
+    with alone(tmp_path / "two", SHARDFAST_METRICS="me:hunter2@127.0.0.1:0") as (_, log):
+        assert "no metrics are served" in log and "hunter2" not in log

@@ -209,7 +209,7 @@ def test_a_run_of_killed_saves_is_reported(tmp_path):
         ckpt.step(1, state_of(0))
     (run / "step-00000002" / "model").mkdir(parents=True)
     found = [(save["step"], save["outcome"]) for save in reported(run)["saves"]]
-    assert found == [(1, "committed"), (2, "cut off")]
+    assert found == [(1, "committed"), (2, "incomplete")]
 
 
 def test_an_ending_process_leaves_the_record_of_its_last_save(tmp_path):
@@ -298,7 +298,7 @@ def test_the_report_has_the_saves_of_a_job_that_is_killed_at_any_moment(tmp_path
             job.kill()
         places = {int(path.name.removeprefix("step-")): path for path in run.glob("step-*")}
         outcomes = {save["step"]: save["outcome"] for save in reported(str(run))["saves"]}
-        expected = {step: "committed" if (path / "COMMIT").exists() else "cut off" for step, path in places.items()}
+        expected = {step: "committed" if (path / "COMMIT").exists() else "incomplete" for step, path in places.items()}
         assert outcomes == expected
         first = max(places) + 1
     assert len(expected) > 3

@@ -1,5 +1,6 @@
 //! What planning and committing cost on one core, from a thousand ranks to a hundred thousand, on generated jobs: no
-//! network, no storage, no tensors; what it costs to keep and collect what saves did. What ranks tell each other is counted as the bytes of its encoding.
+//! network, no storage, no tensors; what it costs to keep and collect what saves did. What ranks tell each other is
+//! counted as the bytes of its encoding.
 //!
 //! `scale [--quick] [--telemetry] [--json <file>]`: with `--telemetry` the last alone
 

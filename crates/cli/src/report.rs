@@ -68,7 +68,7 @@ fn verdicts(out: &mut String, operation: &Operation) {
         let lost = if verdict.lost_ms > 0.0 { format!(", {} lost", time(verdict.lost_ms)) } else { String::new() };
         let row = if verdict.in_a_row > 1 { format!("; {} times in a row", verdict.in_a_row) } else { String::new() };
         let place = verdict.place.as_ref().map_or_else(String::new, |place| format!(" ({})", plain(place)));
-        let (subject, said) = (plain(&verdict.subject), plain_lines(&verdict.text));
+        let (subject, said) = (plain(&verdict.subject), plain(&verdict.text));
         let _ = writeln!(out, "  {number}. {subject}{place}: {said}{lost}{row}");
     }
 }

@@ -12,7 +12,7 @@ use shardfast_telemetry::live::{EndedNow, Frame, RunningNow};
 use crate::FINE;
 use crate::outcome::{Outcome, outcome};
 use crate::report;
-use crate::text::{bar, count, date, duration, plain, plain_lines, ranks, size};
+use crate::text::{bar, count, date, duration, plain, ranks, size};
 
 /// Time for which an answer may take.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
@@ -52,7 +52,7 @@ pub(crate) fn run(target: &str, every: Duration, once: bool, timeout: &Timeout) 
                 Err(error) => {
                     let Some(last) = &before else { return Err(error) };
                     let silent = duration(heard.elapsed().as_secs_f64());
-                    let note = format!("no answer for {silent}: {}\n", plain_lines(&error.message));
+                    let note = format!("no answer for {silent}: {}\n", plain(&error.message));
                     let shown = outcome(note + &frame_text(last, None, columns), last, FINE);
                     if heard.elapsed() > GONE_AFTER {
                         return Ok(shown);
@@ -85,13 +85,15 @@ pub(crate) fn run(target: &str, every: Duration, once: bool, timeout: &Timeout) 
 /// Returns the address in `http://host:port`; `None` for a run.
 fn address(target: &str) -> Result<Option<&str>> {
     if target.starts_with("https://") {
-        return Err(Error::invalid(format!("{target}: expected http://host:port: a job serves without TLS")));
+        return Err(Error::invalid("expected http://host:port, found https: a job serves without TLS".to_owned()));
     }
     let Some(address) = target.strip_prefix("http://") else { return Ok(None) };
     let address = address.split('/').next().unwrap_or_default();
     match address.rsplit_once(':') {
-        Some((_, port)) if port.parse::<u16>().is_ok() => Ok(Some(address)),
-        _ => Err(Error::invalid(format!("{target}: expected http://host:port, as SHARDFAST_METRICS says them"))),
+        Some((host, port)) if port.parse::<u16>().is_ok() && !host.contains('@') => Ok(Some(address)),
+        _ => Err(Error::invalid(
+            "expected http://host:port, as SHARDFAST_METRICS says them, found another http URL".to_owned(),
+        )),
     }
 }
 
@@ -125,12 +127,12 @@ fn frame_text(frame: &Frame, before: Option<&Frame>, columns: usize) -> String {
             }
             (named, _) => ranks(&named.iter().map(|&rank| rank..rank.saturating_add(1)).collect::<Vec<_>>()),
         };
-        let _ = writeln!(out, "waits for {who} since {}: {}", duration(wait.for_ms / 1e3), plain_lines(&wait.call));
+        let _ = writeln!(out, "waits for {who} since {}: {}", duration(wait.for_ms / 1e3), plain(&wait.call));
     }
     let silent: Vec<_> = frame.ranks.iter().filter_map(|other| Some((other.rank, other.problem.as_ref()?))).collect();
     if let Some((rank, problem)) = silent.first() {
         let many = count(silent.len() as u64, "rank does", "ranks do");
-        let _ = writeln!(out, "{many} not answer: rank {rank}: {}", plain_lines(problem));
+        let _ = writeln!(out, "{many} not answer: rank {rank}: {}", plain(problem));
     }
     if !frame.ended.is_empty() {
         out += "\nended:\n";
@@ -171,12 +173,13 @@ fn operation_text(
     let step = first.step.map(|step| format!(" of step {step}")).unwrap_or_default();
     let phase = phase(first);
     let time = duration(first.for_ms / 1e3);
-    let _ = writeln!(out, "\n{}{step}, for {time}, {phase}: {}", first.operation, plain(&first.url));
+    let _ = writeln!(out, "\n{}{step}, for {time}, {phase}: {}", plain(&first.operation), plain(&first.url));
     let sum = |all: &[(u32, &RunningNow)], of: fn(&RunningNow) -> u64| all.iter().map(|(_, one)| of(one)).sum::<u64>();
     let (at, total) = (sum(on_ranks, done), sum(on_ranks, |one| one.bytes));
     let since = earlier.filter(|_| seconds > 0.0).map(|earlier| at.saturating_sub(sum(earlier, done)));
     let rate = since.map(|bytes| format!("  {}/s", size((bytes as f64 / seconds) as u64))).unwrap_or_default();
-    row(out, &count(on_ranks.len() as u64, "rank", "ranks"), at, total, &rate, columns);
+    let number = on_ranks.iter().map(|(rank, _)| rank).collect::<std::collections::BTreeSet<_>>().len();
+    row(out, &count(number as u64, "rank", "ranks"), at, total, &rate, columns);
     let mut slow: Vec<_> = on_ranks.iter().filter(|(_, one)| one.bytes > 0 && done(one) < one.bytes).collect();
     slow.sort_by(|(_, a), (_, b)| {
         (u128::from(done(a)) * u128::from(b.bytes)).cmp(&(u128::from(done(b)) * u128::from(a.bytes)))
@@ -185,7 +188,7 @@ fn operation_text(
         row(out, &format!("rank {rank}"), done(one), one.bytes, "", columns);
     }
     for (rank, one) in on_ranks.iter().filter(|(_, one)| one.failures > 0).take(RANKS_MAX) {
-        let last = one.failure.as_deref().map(plain_lines).unwrap_or_default();
+        let last = one.failure.as_deref().map(|text| plain(text).into_owned()).unwrap_or_default();
         let _ = writeln!(out, "  rank {rank}: {}: {last}", count(one.failures, "failure", "failures"));
     }
 }
@@ -217,7 +220,7 @@ fn row(out: &mut String, name: &str, done: u64, total: u64, rate: &str, columns:
 fn ended_text(out: &mut String, ended: &EndedNow) {
     let step = ended.step.map(|step| format!(" of step {step}")).unwrap_or_default();
     let how = match &ended.failure {
-        Some(failure) => format!("failed after {}: {}", duration(ended.ended_ms / 1e3), plain_lines(failure)),
+        Some(failure) => format!("failed after {}: {}", duration(ended.ended_ms / 1e3), plain(failure)),
         None => format!(
             "{} in {}, {} here",
             if ended.operation == "save" { "committed" } else { "loaded" },
@@ -225,7 +228,7 @@ fn ended_text(out: &mut String, ended: &EndedNow) {
             size(ended.bytes)
         ),
     };
-    let _ = writeln!(out, "  {}  {}{step} {how}", date(ended.began_unix_ms), ended.operation);
+    let _ = writeln!(out, "  {}  {}{step} {how}", date(ended.began_unix_ms), plain(&ended.operation));
 }
 
 #[cfg(test)]

@@ -59,11 +59,19 @@ pub(crate) fn once(asked: &Watching, timeout: &Timeout) -> Result<Firing> {
 /// any more.
 ///
 /// # Errors
-/// Those of the first look; a later one that fails is said once on standard error, and tried again.
+/// Those of the first look, but for a run that is not there yet; a later one that fails is said once on standard error,
+/// and tried again.
 pub(crate) fn follow(asked: &Watching, is_json: bool, timeout: &Timeout) -> Result<()> {
     let mut watcher = Watcher::new(&asked.url, rules(asked), timeout)?;
-    let mut changes = watcher.look(timeout)?;
-    let mut problem = None;
+    let (mut changes, mut problem) = match watcher.look(timeout) {
+        Ok(changes) => (changes, None),
+        // The job may not have saved yet.
+        Err(error) if error.kind == Kind::NotFound => {
+            warn(&format!("{}: {}: waiting for it", error.kind.name(), plain(&error.message)));
+            (Vec::new(), Some(error.message))
+        }
+        Err(error) => return Err(error),
+    };
     loop {
         for change in &changes {
             match print(change, is_json) {

@@ -74,9 +74,16 @@ impl Listened {
     /// Sends this rank's bytes about an operation that has ended to rank 0, whose listener gets those of all ranks. It
     /// waits for the other ranks, so no call of the user may wait for it.
     pub(crate) fn collect(&self, engine: &Engine) {
-        let (Some(listening), Some(Some(number))) = (&self.listening, self.ended.get()) else { return };
+        let (Some(listening), Some(number)) = (&self.listening, self.ended.get()) else { return };
         let report = self.observed.report();
         let Some(mut said) = listening.says(&report) else { return };
+        let Some(number) = number else {
+            // Ranks that did not meet in it do not meet behind it.
+            if engine.rank() == 0 {
+                listening.collected(Err(Vec::new()), Vec::new(), &report);
+            }
+            return;
+        };
         said.truncate(SAID_BYTES_MAX);
         let mut all = None;
         let mut choose = |said: Vec<Vec<u8>>| {

@@ -167,8 +167,9 @@ impl Session {
     }
 
     /// Serves what saves and loads of this process do over HTTP at `host:port`, moved by as many ports as this rank's
-    /// number among the ranks of its machine. Returns the address at which others reach it.
-    fn serve(&self, py: Python<'_>, address: &str) -> PyResult<String> {
+    /// number among the ranks of its machine. Returns the address at which others reach it, the one at which it
+    /// listens, and the socket's descriptor.
+    fn serve(&self, py: Python<'_>, address: &str) -> PyResult<(String, String, i32)> {
         let engine = self.engine()?;
         py.detach(|| self.telemetry.serve(engine, address, self.local_world)).map_err(raise)
     }

@@ -1,5 +1,6 @@
 //! Appends the events of operations that have ended to a file, one JSON object in a line.
 
+use std::borrow::Cow;
 use std::ffi::OsString;
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -8,6 +9,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::Operation;
+use crate::live::redacted;
 use crate::object::word;
 use crate::record::{Entry, What};
 
@@ -27,8 +29,8 @@ struct Line<'a> {
     at_ms: f64,
     #[serde(skip_serializing_if = "is_zero")]
     took_ms: f64,
-    #[serde(skip_serializing_if = "str::is_empty")]
-    object: &'a str,
+    #[serde(skip_serializing_if = "is_empty")]
+    object: Cow<'a, str>,
     #[serde(skip_serializing_if = "is_none")]
     offset: u64,
     #[serde(skip_serializing_if = "is_none")]
@@ -38,7 +40,7 @@ struct Line<'a> {
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     failed: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
-    failure: Option<&'a str>,
+    failure: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     left_out: Option<usize>,
 }
@@ -84,14 +86,22 @@ fn line<'a>(operation: &'a Operation, entry: &'a Entry, left_out: usize) -> Line
         event: entry.what.word(),
         at_ms: ms(entry.at),
         took_ms: ms(entry.took),
-        object: entry.object.as_str(),
+        object: match entry.what {
+            What::Failed { .. } => Cow::Owned(redacted(entry.object.as_str())),
+            _ => Cow::Borrowed(entry.object.as_str()),
+        },
         offset: entry.offset,
         bytes: entry.bytes,
         attempt: entry.what.attempt(),
-        failed: entry.has_failed,
-        failure: operation.running.record.failure().filter(|_| is_outcome),
+        failed: entry.has_failed && !entry.is_missing,
+        failure: operation.running.record.failure().filter(|_| is_outcome).map(redacted),
         left_out: (is_outcome && left_out > 0).then_some(left_out),
     }
+}
+
+#[allow(clippy::ptr_arg)] // serde passes fields by reference
+fn is_empty(text: &Cow<'_, str>) -> bool {
+    text.is_empty()
 }
 
 /// Milliseconds, to a microsecond.

@@ -29,6 +29,7 @@ use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -44,7 +45,7 @@ pub use alerts::{Alert, Change, Rules};
 pub use digest::Place;
 use digest::{Digest, bounded};
 use events::Lines;
-use live::{Live, Running};
+use live::{Live, Running, Served};
 use object::Collected;
 use otlp::Exporter;
 use page::Page;
@@ -119,16 +120,17 @@ impl Telemetry {
     }
 
     /// Serves `/metrics` and `/live` at the address `host:port`, moved by as many ports as the rank's number among the
-    /// `local_world` ranks of this machine; returns where. A process serves once: what other engines of it do is told
-    /// there, too.
+    /// `local_world` ranks of this machine. Returns where others reach it, where it listens, and the socket's
+    /// descriptor, which a forked process must close. A process serves once: what other engines of it do is told there,
+    /// too.
     ///
     /// # Errors
     /// `Invalid` for another text; `Unavailable` when the port is taken; `Exhausted` when there is no thread.
-    pub fn serve(&self, engine: &Arc<Engine>, address: &str, local_world: u32) -> Result<String> {
+    pub fn serve(&self, engine: &Arc<Engine>, address: &str, local_world: u32) -> Result<Served> {
         let mut beginning = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
         let live = self.tell(engine, &mut beginning).live.clone();
-        if let Some(address) = live.address.get() {
-            return Ok(address.clone());
+        if let Some(served) = live.served.get() {
+            return Ok(served.clone());
         }
         let wanted = serve::address(address, place_in(&self.place).local_rank.unwrap_or_default())?;
         let (listener, bound) = serve::listen(wanted)?;
@@ -140,8 +142,9 @@ impl Telemetry {
                 }
             }
         }
+        let served = (serve::seen_from_outside(bound, engine.host()), bound.to_string(), listener.as_raw_fd());
         serve::serve(listener, Arc::clone(&live))?;
-        Ok(live.address.get_or_init(|| serve::seen_from_outside(bound, engine.host())).clone())
+        Ok(live.served.get_or_init(|| served).clone())
     }
 
     /// Exports traces and metrics over OTLP, if the environment says where to; returns whether it does.
@@ -277,7 +280,8 @@ impl Drop for Operation {
 
 impl Operation {
     fn digest(&self, report: &Report) -> Digest {
-        let address = self.live.as_ref().and_then(|live| live.address.get().cloned()).unwrap_or_default();
+        let address =
+            self.live.as_ref().and_then(|live| live.served.get().map(|(seen, ..)| seen.clone())).unwrap_or_default();
         Digest { address, ..Digest::new(&place_in(&self.place), &self.running.record, report) }
     }
 

@@ -17,6 +17,9 @@ use crate::object::word;
 use crate::record::{BOUNDS_US, Class, Record};
 use crate::{WRITER, since_1970, without_secrets};
 
+/// Address at which others reach a server, the one at which it listens, and the descriptor of its socket.
+pub type Served = (String, String, i32);
+
 /// Saves and loads that have ended and are told.
 const ENDED_MAX: usize = 32;
 
@@ -123,8 +126,8 @@ pub(crate) struct Live {
     pub(crate) rank: u32,
     pub(crate) world: u32,
     pub(crate) place: Place,
-    /// Address at which other ranks can ask this one, once it serves.
-    pub(crate) address: OnceLock<String>,
+    /// Places at which other ranks can ask this one, once it serves.
+    pub(crate) served: OnceLock<Served>,
     /// Number of traces that could not be exported.
     pub(crate) not_exported: AtomicU64,
     state: Mutex<State>,
@@ -193,7 +196,7 @@ impl Live {
             rank: engine.rank(),
             world: engine.world(),
             place,
-            address: OnceLock::new(),
+            served: OnceLock::new(),
             not_exported: AtomicU64::new(0),
             state: Mutex::default(),
             engines: Mutex::default(),
@@ -369,7 +372,10 @@ impl Totals {
 
 /// Returns a text whose URLs have nothing in them that may be secret.
 pub(crate) fn redacted(text: &str) -> String {
-    let clean = |word: &str| if word.contains("://") { without_secrets(word) } else { word.to_owned() };
+    let clean = |word: &str| {
+        let url = word.trim_end_matches([':', ',', ';', ')', '"', '\'']);
+        if word.contains("://") { without_secrets(url) + &word[url.len()..] } else { word.to_owned() }
+    };
     text.split(' ').map(clean).collect::<Vec<_>>().join(" ")
 }
 
@@ -384,7 +390,7 @@ mod tests {
     #[test]
     fn texts_are_told_without_secrets() {
         let text = "save s3://key:secret@host/run?sig=1, step 4: 503 from https://a/b?X-Amz-Signature=2 again";
-        assert_eq!(redacted(text), "save s3://host/run step 4: 503 from https://a/b again");
+        assert_eq!(redacted(text), "save s3://host/run, step 4: 503 from https://a/b again");
     }
 
     #[test]

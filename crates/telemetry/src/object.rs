@@ -222,7 +222,6 @@ impl Collected {
                 address: String::new(),
             })
         };
-        let ranks = (0..rows).map(digest).collect();
         Ok(Collected {
             verb,
             step: number("step")?,
@@ -230,7 +229,7 @@ impl Collected {
             writer: note("writer")?.to_owned(),
             missing: parsed(note("missing")?).ok_or_else(|| corrupt("missing: no list".to_owned()))?,
             told: Told::take(what, &columns, rows)?,
-            ranks,
+            ranks: (0..rows).map(digest).collect(),
         })
     }
 

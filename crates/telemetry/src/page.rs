@@ -214,7 +214,7 @@ fn listed(all: &[(&Operation, Verb)], detailed: &[usize]) -> Result<Vec<usize>> 
     let mut newest: Vec<usize> = (0..all.len()).collect();
     newest.sort_by_key(|&at| Reverse((all[at].0.began_unix_ms.unwrap_or(u64::MAX), all[at].0.step)));
     let mut worst = newest.clone();
-    let is_bad = |at: usize| matches!(all[at].0.outcome, "failed" | "cut off");
+    let is_bad = |at: usize| matches!(all[at].0.outcome, "failed" | "incomplete");
     worst.sort_by(|&a, &b| is_bad(b).cmp(&is_bad(a)).then(lost_ms(all[b].0).total_cmp(&lost_ms(all[a].0))));
     let turns =
         (0..all.len()).flat_map(|turn| detailed.get(turn).copied().into_iter().chain([newest[turn], worst[turn]]));
@@ -389,7 +389,7 @@ mod tests {
     fn a_page_has_the_newest_and_the_worst_of_many_saves() {
         let saves: Vec<Operation> = (0..2000)
             .map(|step| {
-                let mut save = Operation::unrecorded(step, if step == 7 { "cut off" } else { "committed" });
+                let mut save = Operation::unrecorded(step, if step == 7 { "incomplete" } else { "committed" });
                 save.began_unix_ms = Some(step);
                 if step < 1000 {
                     save.verdicts = crate::verdicts::verdicts(&crate::object::tests::collected(3));

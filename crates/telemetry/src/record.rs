@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use shardfast_store::Action;
+use shardfast_transfer::error::Kind;
 use shardfast_transfer::events::{Event, Phase};
 
 use crate::text::Text;
@@ -230,7 +231,10 @@ impl Record {
                 Entry { object: Text::head(failure), has_failed: true, ..moment(What::PageLock, now()) }
             }
             Event::Failed { error, attempt, pause, after } => {
-                self.failures.fetch_add(1, Relaxed);
+                // An answer that something is there, or is not, is no failure of the storage.
+                if !matches!(error.kind, Kind::Conflict | Kind::NotFound) {
+                    self.failures.fetch_add(1, Relaxed);
+                }
                 let took = pause.unwrap_or_default();
                 self.paused_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
                 let attempt = u16::try_from(attempt).unwrap_or(u16::MAX);

@@ -40,7 +40,7 @@ pub struct RunReport {
 pub struct Operation {
     /// Training step of the checkpoint.
     pub step: u64,
-    /// Outcome: `committed` or `loaded`, `failed`, `cut off`.
+    /// Outcome: `committed` or `loaded`, `failed`, `incomplete`: cut off, or still running.
     pub outcome: &'static str,
     /// Time of the request, by rank 0's clock, in milliseconds since 1970; `None` if nothing was recorded.
     pub began_unix_ms: Option<u64>,
@@ -142,12 +142,16 @@ pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout, each: Ea
             operations.push(operation);
         }
     }
-    let recorded: std::collections::BTreeSet<u64> =
-        report.saves.iter().filter(|save| save.outcome == "committed").map(|save| save.step).collect();
+    let of = |saves: &[Operation], outcome: Option<&str>| -> std::collections::BTreeSet<u64> {
+        let saves = saves.iter().filter(|save| outcome.is_none_or(|outcome| save.outcome == outcome));
+        saves.map(|save| save.step).collect()
+    };
+    let (recorded, committed) = (of(&report.saves, None), of(&report.saves, Some("committed")));
     for unrecorded in steps.into_iter().filter(|found| step.is_none_or(|step| found.step == step)) {
-        if !recorded.contains(&unrecorded.step) {
-            let is_committed = !matches!(unrecorded.commit, Ok(None));
-            let outcome = if is_committed { "committed" } else { "cut off" };
+        let is_committed = !matches!(unrecorded.commit, Ok(None));
+        let known = if is_committed { &committed } else { &recorded };
+        if !known.contains(&unrecorded.step) {
+            let outcome = if is_committed { "committed" } else { "incomplete" };
             report.saves.push(Operation::unrecorded(unrecorded.step, outcome));
         }
     }
@@ -183,7 +187,15 @@ pub(crate) fn read(
                 while let Some(name) = names.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let path = format!("{TELEMETRY}/{name}");
                     let bytes = retry(timeout, || Ok(store.read(&path, OBJECT_BYTES_MAX)?));
-                    let collected = bytes.and_then(|bytes| Collected::decode(&format!("{url}/{path}"), &bytes));
+                    let place = format!("{url}/{path}");
+                    let collected = bytes.and_then(|bytes| Collected::decode(&place, &bytes));
+                    let collected = collected.and_then(|collected| match collected.name() == *name {
+                        true => Ok(collected),
+                        false => Err(Error::corrupt(format!(
+                            "{place}: expected the record of that name, found that of {}",
+                            collected.name()
+                        ))),
+                    });
                     if let Ok(mut found) = found.lock() {
                         found.insert(name.clone(), collected);
                     }

@@ -48,8 +48,14 @@ const LIVE: &str = "/live";
 /// # Errors
 /// `Invalid` when it is none, or names no host.
 pub(crate) fn address(text: &str, offset: u16) -> Result<SocketAddr> {
-    let invalid =
-        |what: &str| Error::invalid(format!("{text:?}: expected an address host:port, such as 127.0.0.1:9400, {what}"));
+    // What stands before an @ may be a password.
+    let shown = text.rsplit('@').next().unwrap_or_default();
+    let invalid = |what: &str| {
+        Error::invalid(format!("{shown:?}: expected an address host:port, such as 127.0.0.1:9400, {what}"))
+    };
+    if text.contains('@') {
+        return Err(invalid("found a user in front of it"));
+    }
     let (_, port) = text.rsplit_once(':').ok_or_else(|| invalid("found no port"))?;
     port.parse::<u16>().map_err(|_| invalid(&format!("found the port {port:?}")))?;
     let text = if text.starts_with(':') { format!("127.0.0.1{text}") } else { text.to_owned() };

@@ -26,6 +26,12 @@ const FACTOR: f64 = 1.5;
 /// Least share of the operation that a commit must take to be called slow: it waits for the storage a few times.
 const COMMIT_SHARE: f64 = 0.4;
 
+/// Bytes beyond those of the median rank from which a rank is said to have moved more.
+const MORE_BYTES_MIN: f64 = 1e6;
+
+/// Share of the time lost in a copy from which the plan before it explains it.
+const COPY_EXPLAINED: f64 = 0.8;
+
 /// Least number of small writes of all ranks that are called too many.
 const SMALL_MIN: u64 = 200;
 
@@ -119,6 +125,7 @@ pub(crate) fn verdicts(collected: &Collected) -> Vec<Verdict> {
             _ => slow_ranks(collected, phase, times, least_ms, &mut found),
         }
     }
+    copy_or_plan(&mut found);
     copy_or_write(&mut found);
     serial_tail(collected, &phases, total_ms, &mut found);
     everywhere(collected, total_ms, least_ms, &mut found);
@@ -194,6 +201,17 @@ fn slow_ranks(
     found.push(verdict(collected, &slow, phase, cause, lost_ms, text));
 }
 
+/// Drops what a slow plan explains: the copy is measured from the request on.
+fn copy_or_plan(found: &mut Vec<Verdict>) {
+    let of = |phase: &str| found.iter().position(|verdict| verdict.phase == phase && verdict.cause != "failed");
+    if let (Some(plan), Some(copy)) = (of("plan"), of("copy"))
+        && found[plan].subject == found[copy].subject
+        && found[plan].lost_ms > COPY_EXPLAINED * found[copy].lost_ms
+    {
+        found.remove(copy);
+    }
+}
+
 /// Keeps one of two findings about the same ranks: what is copied late is written late, and what is written slowly is
 /// copied late if staging memory is full.
 fn copy_or_write(found: &mut Vec<Verdict>) {
@@ -224,7 +242,8 @@ fn cause(collected: &Collected, said: &Digest, phase: &str, lost_ms: f64) -> (&'
         let cause = if is_throttled { "throttled" } else { "retries" };
         return (cause, format!("{} failures, {} of pauses before it tried again", said.failures, said_ms(paused_ms)));
     }
-    if bytes as f64 > FACTOR * median_bytes {
+    // No rank is slow for bytes that take no time, or in a phase that moves none.
+    if phase != "plan" && bytes as f64 > FACTOR * median_bytes && bytes as f64 - median_bytes > MORE_BYTES_MIN {
         return (
             "more_data",
             format!("it moved {}, the median rank {}", said_bytes(bytes as f64), said_bytes(median_bytes)),

@@ -102,7 +102,8 @@ impl Watcher {
                     self.ended.insert(save.step);
                     self.last = save.verdicts;
                 }
-                Err(error) if [Kind::Corrupt, Kind::Unsupported, Kind::NotFound].contains(&error.kind) => {}
+                Err(error)
+                    if [Kind::Corrupt, Kind::Unsupported, Kind::NotFound, Kind::Invalid].contains(&error.kind) => {}
                 Err(error) => return Err(error),
             }
             self.seen.insert(name);

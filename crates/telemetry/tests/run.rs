@@ -212,6 +212,39 @@ fn a_rank_that_says_nothing_is_named_and_the_save_stands() {
 }
 
 #[test]
+fn a_save_that_fails_since_a_rank_is_gone_is_recorded_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engines = engines(2, 2);
+    assert_eq!(save_step(&engines, dir.path(), 1), [Ok(()); 2]);
+    drop(engines.pop());
+    std::fs::create_dir_all(dir.path().join("step-00000002/model")).unwrap();
+    assert_eq!(save_step(&engines, dir.path(), 2), [Err(Kind::Unavailable)]);
+    let report = read(dir.path());
+    let outcomes: Vec<_> = report.saves.iter().map(|save| (save.step, save.outcome)).collect();
+    assert_eq!(outcomes, [(1, "committed"), (2, "failed")]);
+    let failed = &report.saves[1];
+    assert_eq!((failed.world, &failed.not_reporting), (Some(2), &vec![1]));
+    assert!(failed.verdicts[0].text.contains("rank 1 is lost"), "{:?}", failed.verdicts);
+}
+
+#[test]
+fn records_that_are_too_large_or_not_those_of_their_names_are_passed_over() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(save_step(&engines(2, 2), dir.path(), 1), [Ok(()); 2]);
+    let records = dir.path().join(".telemetry");
+    let good = std::fs::read_dir(&records).unwrap().next().unwrap().unwrap().path();
+    std::fs::copy(&good, records.join("1700000000000-save-00000105.safetensors")).unwrap();
+    let large = std::fs::File::create(records.join("1700000000001-save-00000106.safetensors")).unwrap();
+    large.set_len(70 << 20).unwrap();
+    let report = read(dir.path());
+    assert_eq!(report.saves.iter().map(|save| save.step).collect::<Vec<_>>(), [1]);
+    assert!(report.unreadable.len() == 2 && report.unreadable[0].contains("expected the record of that name"));
+    let (url, timeout) = (dir.path().to_str().unwrap(), Timeout::default());
+    let mut watcher = Watcher::new(url, Rules { room: 0.0, ..Rules::default() }, &timeout).unwrap();
+    assert!(watcher.look(&timeout).unwrap().is_empty());
+}
+
+#[test]
 fn a_run_without_records_or_with_damaged_ones_is_reported_all_the_same() {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().to_str().unwrap();
@@ -221,7 +254,7 @@ fn a_run_without_records_or_with_damaged_ones_is_reported_all_the_same() {
     std::fs::create_dir_all(dir.path().join("step-00000002/model")).unwrap();
     let unrecorded = read(dir.path());
     let outcomes: Vec<_> = unrecorded.saves.iter().map(|save| (save.step, save.outcome, save.world)).collect();
-    assert_eq!(outcomes, [(1, "committed", None), (2, "cut off", None)]);
+    assert_eq!(outcomes, [(1, "committed", None), (2, "incomplete", None)]);
 
     assert_eq!(save_step(&engines(2, 2), dir.path(), 3), [Ok(()); 2]);
     let records = dir.path().join(".telemetry");

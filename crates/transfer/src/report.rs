@@ -107,7 +107,8 @@ impl Recorder {
     pub fn moved(&self) -> Moved {
         let (copied, stored) = (self.copied.load(Relaxed), self.stored.load(Relaxed));
         let bytes = self.expected.load(Relaxed);
-        Moved { bytes, copied: copied.min(bytes), stored: stored.min(bytes) }
+        let copied = copied.min(bytes);
+        Moved { bytes, copied, stored: stored.min(copied) }
     }
 
     /// Returns the report so far.

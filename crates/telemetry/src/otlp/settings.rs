@@ -15,6 +15,9 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// Time for an answer, unless the environment has another one.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Headers that belong to each request.
+const FRAMING: [&str; 5] = ["connection", "content-length", "content-type", "host", "transfer-encoding"];
+
 /// Attributes that a resource has at most, and bytes of each.
 const ATTRIBUTES: (usize, usize) = (64, 1024);
 
@@ -102,7 +105,7 @@ impl Settings {
 
 /// Returns where a signal goes; `None` if it goes nowhere.
 fn target(variable: &impl Fn(&str) -> Option<String>, signal: &str, path: &str) -> Result<Option<Target>> {
-    if variable(&format!("OTEL_{signal}_EXPORTER")).is_some_and(|exporter| exporter.trim() == "none") {
+    if variable(&format!("OTEL_{signal}_EXPORTER")).is_some_and(|all| !all.split(',').any(|one| one.trim() == "otlp")) {
         return Ok(None);
     }
     let (own, all) = (format!("OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"), "OTEL_EXPORTER_OTLP_ENDPOINT");
@@ -124,8 +127,15 @@ fn target(variable: &impl Fn(&str) -> Option<String>, signal: &str, path: &str) 
     if address.is_empty() || address.contains(['@', '?', '#']) {
         return Err(invalid("a host with other things beside it"));
     }
-    let has_port = address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
-    let address = if has_port { address.to_owned() } else { format!("{address}:80") };
+    let (host, port) = match address.rsplit_once(':') {
+        Some((host, port)) if !address.ends_with(']') => (host, port),
+        _ => (address, "80"),
+    };
+    let is_bracketed = host.starts_with('[') && host.ends_with(']') && host.len() > 2;
+    if host.is_empty() || port.parse::<u16>().is_err() || !is_bracketed && host.contains([':', '[', ']']) {
+        return Err(invalid("a host or a port that is none"));
+    }
+    let address = format!("{host}:{port}");
     let path = format!("{}{behind}", if behind.is_empty() { base } else { base.trim_end_matches('/') });
     Ok(Some(Target { address, path: if path.is_empty() { "/".to_owned() } else { path } }))
 }
@@ -139,7 +149,8 @@ fn pairs(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Vec<(
         let (key, value) = one.split_once('=').ok_or_else(invalid)?;
         let value = decoded(value.trim()).ok_or_else(invalid)?;
         let is_clean = |text: &str| !text.is_empty() && text.chars().all(|c| c.is_ascii_graphic());
-        if !is_clean(key.trim()) || value.chars().any(char::is_control) {
+        let is_framing = FRAMING.iter().any(|name| key.trim().eq_ignore_ascii_case(name));
+        if is_framing || !is_clean(key.trim()) || value.chars().any(char::is_control) {
             return Err(invalid());
         }
         Ok((key.trim().to_owned(), value))
@@ -202,6 +213,9 @@ mod tests {
             ("OTEL_EXPORTER_OTLP_ENDPOINT", "https://secret@host"),
             ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://user:secret@host:1"),
             ("OTEL_EXPORTER_OTLP_ENDPOINT", "secret:4317"),
+            ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://[::1"),
+            ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:99999"),
+            ("OTEL_EXPORTER_OTLP_HEADERS", "content-length=5"),
             ("OTEL_EXPORTER_OTLP_HEADERS", "secret"),
             ("OTEL_EXPORTER_OTLP_HEADERS", "a=%zz"),
             ("OTEL_EXPORTER_OTLP_HEADERS", "a=%0d%0ab"),

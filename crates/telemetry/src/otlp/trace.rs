@@ -121,7 +121,7 @@ pub(crate) fn request(ended: &Ended, resource: Resource) -> TraceRequest {
         if let What::Operation(action) = entry.what {
             let name = format!("storage {}", action.word());
             let one = span(index, Some(1), name, entry.at, entry.at + entry.took);
-            let status = entry.has_failed.then(|| Status { code: FAILED, ..Status::default() });
+            let status = (entry.has_failed && !entry.is_missing).then(|| Status { code: FAILED, ..Status::default() });
             spans.push(Span { kind: CLIENT, attributes: operation(entry), status, ..one });
         }
     }

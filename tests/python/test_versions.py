@@ -57,8 +57,16 @@ def test_a_version_that_was_not_tested_is_told_once_and_it_goes_on(tmp_path):
     assert done.stderr.count("this is PyTorch 2.99.0") == 1, done.stderr
 
 
+def is_guard(node):
+    calls = [ast.unparse(item.context_expr) for item in node.items] if isinstance(node, ast.With) else []
+    return isinstance(node, ast.Try) or "contextlib.suppress(Exception)" in calls
+
+
 def private_names(path):
-    """Private attributes and imports of others that a file uses without a way around: outside of ``try``."""
+    """Private attributes and imports of others that a file uses without a way around.
+
+    There is one in ``try``, and in ``with contextlib.suppress(Exception)``.
+    """
     tree = ast.parse(path.read_text())
     own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {
@@ -68,7 +76,7 @@ def private_names(path):
         for name in node.targets
         if isinstance(name, ast.Name)
     }
-    guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
+    guarded = {id(inner) for node in ast.walk(tree) if is_guard(node) for inner in ast.walk(node)}
     found = []
     for node in ast.walk(tree):
         if id(node) in guarded:
@@ -90,6 +98,7 @@ def test_no_private_name_of_torch_is_relied_on(tmp_path):
     sample = tmp_path / "sample.py"
     sample.write_text(
         "import torch\nfrom torch._x import y\ntorch._z()\ntry:\n    torch._a\nexcept Exception:\n    pass\n"
+        "with contextlib.suppress(Exception):\n    torch._b()\n"
     )
     assert private_names(sample) == ["_x", "_z"]
     package = Path(verbs.__file__).parent

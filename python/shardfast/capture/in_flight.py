@@ -121,9 +121,9 @@ class Pending:
 
     @property
     def progress(self) -> Progress:
-        """The bytes of this rank's part of the save so far: ``bytes`` in all, ``staged``, and ``written``.
+        """Returns the bytes of this rank's part of the save so far, in all, staged and written.
 
-        The guide's page on running jobs explains them.
+        The guide's page on running jobs explains ``bytes``, ``staged`` and ``written``.
         """
         return Progress(*self._pending.moved())
 

@@ -129,7 +129,8 @@ impl Job<'_> {
         std::fs::create_dir_all(&self.run)?;
         let operation = self.begins(step);
         // What a rank's share of a large model takes at the storage.
-        (0..40).for_each(|part| operation.stored(&event(part)));
+        let began = Instant::now();
+        (0..40).for_each(|part| operation.stored(&event(part, began)));
         let said = operation.says(&Report::default()).unwrap_or_default();
         operation.collected(Ok(vec![said; self.world as usize]), Vec::new(), &Report::default());
         Ok(())
@@ -144,16 +145,18 @@ impl Job<'_> {
 }
 
 fn emits(operation: &dyn Listening) {
-    (0..EVENTS).for_each(|part| operation.stored(&event(part)));
+    // A store reads the clock for itself.
+    let began = Instant::now();
+    (0..EVENTS).for_each(|part| operation.stored(&event(part, began)));
 }
 
-fn event(part: u32) -> Event<'static> {
+fn event(part: u32, began: Instant) -> Event<'static> {
     Event {
         action: Action::Write,
         object: "model/00003-000-0123456789abcdef0123456789abcdef.safetensors",
         offset: u64::from(part) << 20,
         bytes: 1 << 20,
-        began: Instant::now(),
+        began,
         took: Duration::from_micros(1_300 + u64::from(part) % 700),
         requests: Requests::default(),
         failure: None,

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import shardfast as sf
 import torch
+from ports import free_ports
 from prometheus_client.parser import text_string_to_metric_families
 from shardfast.progress import line
 
@@ -88,18 +89,6 @@ def test_a_load_draws_a_line_on_a_terminal_if_it_is_asked_to(tmp_path):
 
 def test_a_load_draws_nothing_unless_it_is_asked_to(tmp_path):
     assert drawn("", tmp_path) == ""
-
-
-def free_ports(count):
-    """The first of that many free ports in a row."""
-    while True:
-        with contextlib.ExitStack() as open_ones, contextlib.suppress(OSError, OverflowError):
-            first = open_ones.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            for offset in range(1, count):
-                open_ones.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            return port
 
 
 def got(port, path):

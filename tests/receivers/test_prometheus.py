@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import shardfast as sf
 import torch
+from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / "target" / "receivers" / "usr" / "bin"
@@ -37,18 +37,6 @@ MANAGER = """
 route: {receiver: nobody, group_wait: 0s, group_interval: 1s}
 receivers: [{name: nobody}]
 """
-
-
-def free_ports(count):
-    """The first of that many free ports in a row."""
-    while True:
-        with contextlib.ExitStack() as open_ones, contextlib.suppress(OSError, OverflowError):
-            first = open_ones.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            for offset in range(1, count):
-                open_ones.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            return port
 
 
 def asked(port, path):

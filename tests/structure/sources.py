@@ -58,7 +58,7 @@ def block_end(code: str, start: int) -> int:
 
 def unit_tests(code: str) -> list[tuple[int, int]]:
     """Where the `#[cfg(test)]` modules of Rust code begin and end."""
-    found = re.finditer(r"#\[cfg\(test\)\]\s*(?:#\[[^\]]*\]\s*)*mod\s+\w+\s*\{", code)
+    found = re.finditer(r"#\[cfg\(test\)\]\s*(?:#\[[^\]]*\]\s*)*(?:pub\(crate\)\s+)?mod\s+\w+\s*\{", code)
     return [(match.start(), block_end(code, match.start())) for match in found]
 
 

@@ -1,5 +1,4 @@
-//! What it costs to keep and collect what saves did: an event, all digests of a large job at rank 0, the report of a
-//! run.
+//! Measures the cost of telemetry: an event, all digests of a large job at rank 0, records, and the report of a run.
 
 use std::io;
 use std::path::Path;

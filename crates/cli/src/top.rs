@@ -76,7 +76,7 @@ pub(crate) fn run(target: &str, every: Duration, once: bool, timeout: &Timeout) 
         let drawn = writeln!(stdout, "\x1b[H\x1b[J{}", lines.join("\n")).and_then(|()| stdout.flush());
         drop(stdout);
         if drawn.is_err() {
-            return Ok(outcome(String::new(), &(), FINE)); // nobody looks any more
+            return Ok(outcome(String::new(), &(), FINE)); // the terminal is closed
         }
         std::thread::sleep(every);
     }

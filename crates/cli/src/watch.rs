@@ -1,4 +1,4 @@
-//! Watches a run, and prints when somebody must look at it and when that is over.
+//! Watches a run, and prints each alert that fires or is resolved.
 
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::process::CommandExt;
@@ -55,8 +55,8 @@ pub(crate) fn once(asked: &Watching, timeout: &Timeout) -> Result<Firing> {
     Ok(Firing { url: asked.url.clone(), alerts: watcher.firing().to_vec() })
 }
 
-/// Looks again and again, and prints a line for each alert that begins or is over. Returns when nobody reads the output
-/// any more.
+/// Looks again and again, and prints a line for each alert that fires or is resolved. Returns when the output's reader
+/// has closed it.
 ///
 /// # Errors
 /// Those of the first look, but for a run that is not there yet; a later one that fails is said once on standard error,

@@ -1,4 +1,4 @@
-//! Decides from what the saves of a run did when somebody must look at it, and when that is over.
+//! Decides from the records of a run's saves which alerts fire and which are resolved.
 //!
 //! Pure rules: saves come in the order of time, moments carry the time and what else is known then. A rule compares a
 //! save with the median of those before it, so that it speaks only once there are some.
@@ -79,7 +79,7 @@ impl Rules {
     }
 }
 
-/// State of a run that somebody must look at.
+/// Condition of a run that an operator is told of, such as a failed save.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Alert {
     /// Rule: `failed`, `cut_off`, `overdue`, `rate`, `stall`, `slow`, `room`.
@@ -292,22 +292,7 @@ fn said_time(ms: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// A generator of numbers for one seed.
-    struct Dice(u64);
-
-    impl Dice {
-        /// A number from 0 to 1.
-        fn roll(&mut self) -> f64 {
-            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (self.0 >> 11) as f64 / (1_u64 << 53) as f64
-        }
-
-        /// A number around that one, by up to a quarter.
-        fn about(&mut self, number: f64) -> f64 {
-            number * (0.75 + 0.5 * self.roll())
-        }
-    }
+    use crate::verdicts::tests::Dice;
 
     fn save(step: u64, began_ms: f64, staged_ms: f64, ended_ms: f64, bytes: u64) -> Operation {
         Operation {

@@ -60,10 +60,10 @@ pub use watch::Watcher;
 /// Version of the program, as objects name it.
 const WRITER: &str = concat!("shardfast ", env!("CARGO_PKG_VERSION"));
 
-/// Saves and loads of this process, once somebody is to be told of them.
+/// Saves and loads of this process, once it serves or exports them.
 static PROCESS: Mutex<Option<Process>> = Mutex::new(None);
 
-/// Saves and loads of a process, and who else is told of them.
+/// Saves and loads of a process, and its exporter.
 #[derive(Clone)]
 struct Process {
     live: Arc<Live>,
@@ -121,8 +121,7 @@ impl Telemetry {
 
     /// Serves `/metrics` and `/live` at the address `host:port`, moved by as many ports as the rank's number among the
     /// `local_world` ranks of this machine. Returns where others reach it, where it listens, and the socket's
-    /// descriptor, which a forked process must close. A process serves once: what other engines of it do is told there,
-    /// too.
+    /// descriptor, which a forked process must close. A process has one server, which also tells of its other engines.
     ///
     /// # Errors
     /// `Invalid` for another text; `Unavailable` when the port is taken; `Exhausted` when there is no thread.

@@ -1,6 +1,6 @@
 //! Serves what this process does over HTTP, to read only: `/metrics` for Prometheus, `/live` as JSON.
 //!
-//! A server has one thread of its own, and every connection a deadline, so that nobody who asks can hold up a save.
+//! The server has one thread of its own and gives every connection a deadline, so that no client can hold up a save.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -101,7 +101,7 @@ pub(crate) fn serve(listener: TcpListener, live: Arc<Live>) -> Result<()> {
 /// Returns what the process at `address`, `host:port`, does at this moment.
 ///
 /// # Errors
-/// `Unavailable` when nobody answers in time; `Invalid` when what answers is no process of this program.
+/// `Unavailable` when no server answers in time; `Invalid` when the answer is not that of a process of this program.
 pub fn ask(address: &str, within: Duration) -> Result<Frame> {
     let answer = runtime()?.block_on(async { timeout(within, get(address, LIVE)).await });
     let failed = |what: String| Error::new(Kind::Unavailable, format!("http://{address}{LIVE}: {what}"));

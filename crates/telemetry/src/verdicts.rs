@@ -428,22 +428,22 @@ pub(crate) fn said_bytes(bytes: f64) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// A generator of numbers for one seed.
-    struct Dice(u64);
+    pub(crate) struct Dice(pub(crate) u64);
 
     impl Dice {
         /// A number from 0 to 1.
-        fn roll(&mut self) -> f64 {
+        pub(crate) fn roll(&mut self) -> f64 {
             self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (self.0 >> 11) as f64 / (1_u64 << 53) as f64
         }
 
-        /// A time around that one, by up to a quarter.
-        fn about(&mut self, ms: f64) -> f64 {
-            ms * (0.75 + 0.5 * self.roll())
+        /// A number around that one, by up to a quarter.
+        pub(crate) fn about(&mut self, number: f64) -> f64 {
+            number * (0.75 + 0.5 * self.roll())
         }
     }
 

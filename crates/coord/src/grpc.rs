@@ -54,6 +54,7 @@ use self::service::TreeService;
 pub use self::tls::Tls;
 use self::workers::Workers;
 use crate::hub as calls;
+use crate::pulse::{BEAT, Pulse};
 use crate::{Absent, Coord, Decide, Error, Meeting, Topology};
 
 /// Bytes in flight before the receiver must acknowledge them: bandwidth times delay of a fast network.
@@ -257,6 +258,21 @@ impl Coord for Process {
 
     fn absent(&self, topic: &str) -> Absent {
         if self.workers.here() { self.hub.absent(topic) } else { Absent::default() }
+    }
+
+    fn beats(&self, pulse: &Arc<Pulse>) -> bool {
+        if !self.workers.here() {
+            return false;
+        }
+        let pulse = Arc::downgrade(pulse);
+        self.workers.spawn(async move {
+            while let Some(pulse) = pulse.upgrade() {
+                pulse.beat();
+                drop(pulse);
+                tokio::time::sleep(BEAT).await;
+            }
+        });
+        true
     }
 
     fn agree(

@@ -47,14 +47,17 @@ mod hub;
 mod local;
 pub mod node;
 pub mod peers;
+mod pulse;
 mod topology;
 mod wire;
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use error::{Error, Failure, NOT_CONTRIBUTED, Ranks, SAMPLE_BYTES};
 pub use local::{local, local_tree, solo};
+pub use pulse::Pulse;
 pub use topology::Topology;
 pub use wire::Encoded;
 
@@ -108,6 +111,11 @@ pub trait Coord: Send + Sync {
     /// Returns the ranks that a round waits for, as far as this rank knows without a message; none for a round that is
     /// not open here.
     fn absent(&self, topic: &str) -> Absent;
+
+    /// Beats this pulse until it is dropped; returns whether it does, which takes threads of its own.
+    fn beats(&self, _pulse: &Arc<Pulse>) -> bool {
+        false
+    }
 
     /// Contributes to the round of `topic` and blocks until this rank has its answer.
     ///

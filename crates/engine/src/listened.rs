@@ -3,10 +3,10 @@
 //! What a listener says is sent when the outcome of the operation is known: no call waits for it, and without it no
 //! outcome changes.
 
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
-use shardfast_coord::Error as Coord;
+use shardfast_coord::{Error as Coord, Pulse};
 use shardfast_transfer::error::Result;
 use shardfast_transfer::events::{Event, Observer};
 use shardfast_transfer::observed::Observed;
@@ -31,6 +31,8 @@ pub(crate) struct Listened {
     /// Observer of all that happens in it.
     pub(crate) observed: Arc<Observed>,
     listening: Option<Arc<dyn Listening>>,
+    /// Pulse of the process, until the operation has ended.
+    pulse: Mutex<Option<Arc<Pulse>>>,
     /// Number of the operation if ranks have met in it, once it has ended.
     ended: OnceLock<Option<u64>>,
 }
@@ -54,10 +56,19 @@ impl Listened {
         let meeting = engine.meeting();
         let begun = Begun { verb, url, step, observed: &observed, meeting, rank, world, storage: &engine.storage };
         let listening = engine.listener.get().map(|listener| listener.begins(&begun));
+        let mut pulse = None;
         if let Some(listening) = &listening {
             observed.listen(&(Arc::clone(listening) as Arc<dyn Observer>));
+            let of = Arc::downgrade(&observed);
+            let held_up = move |last: Instant, took| {
+                if let Some(observed) = of.upgrade() {
+                    let after = last.saturating_duration_since(observed.began);
+                    observed.noted(&Event::HeldUp { after, took });
+                }
+            };
+            pulse = Some(Arc::new(Pulse::new(held_up))).filter(|pulse| engine.coord.beats(pulse));
         }
-        Listened { observed, listening, ended: OnceLock::new() }
+        Listened { observed, listening, pulse: Mutex::new(pulse), ended: OnceLock::new() }
     }
 
     /// Notes the outcome of the operation, which has that number if ranks have met in it. Returns whether this is the
@@ -65,6 +76,10 @@ impl Listened {
     pub(crate) fn note_outcome(&self, outcome: &Result<()>, number: Option<u64>) -> bool {
         let is_first = self.ended.set(number).is_ok();
         if is_first {
+            // The process may have been held up until this moment.
+            if let Some(pulse) = self.pulse.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                pulse.beat();
+            }
             let after = self.observed.began.elapsed();
             self.observed.noted(&Event::Outcome { failure: outcome.as_ref().err(), number, after });
         }

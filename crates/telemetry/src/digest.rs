@@ -99,10 +99,16 @@ pub(crate) struct Digest {
     /// Reason why the operation failed; empty if it did not.
     pub(crate) failure: String,
     pub(crate) failures: u32,
+    /// Failures among them in which the service asked for fewer requests.
+    pub(crate) throttled: u32,
     /// Pauses before what failed was tried again.
     pub(crate) paused_us: u64,
     /// Time that the program waited for the save: in its call, and before it could change the state.
     pub(crate) stalled_us: u32,
+    /// Time that the copy waited for staging memory.
+    pub(crate) awaited_us: u32,
+    /// Begin and duration of the longest time in which the process did not run.
+    pub(crate) held_up_us: [u32; 2],
     /// Object of the longest operation at the store.
     pub(crate) slowest: String,
     pub(crate) is_page_locked: bool,
@@ -138,8 +144,11 @@ impl Digest {
             ended_us: if ended_us == 0 { record.began.elapsed().as_micros() as u64 } else { ended_us },
             failure: record.failure().unwrap_or_default().to_owned(),
             failures,
+            throttled: record.throttled(),
             paused_us: u64::try_from(paused.as_micros()).unwrap_or(u64::MAX),
             stalled_us: u32::try_from(record.stalled().as_micros()).unwrap_or(u32::MAX),
+            awaited_us: u32::try_from(record.awaited().as_micros()).unwrap_or(u32::MAX),
+            held_up_us: record.held_up().into(),
             slowest: slowest.map(|(_, object)| object.as_str().to_owned()).unwrap_or_default(),
             is_page_locked: report.page_lock_failure.is_none(),
             address: String::new(),
@@ -219,8 +228,11 @@ mod tests {
             ended_us: u64::MAX,
             failure: "ä".repeat(4000),
             failures: u32::MAX,
+            throttled: u32::MAX,
             paused_us: u64::MAX,
             stalled_us: u32::MAX,
+            awaited_us: u32::MAX,
+            held_up_us: [u32::MAX; 2],
             slowest: "s".repeat(48),
             is_page_locked: true,
             address: "a".repeat(80),

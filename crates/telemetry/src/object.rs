@@ -113,6 +113,9 @@ impl Collected {
         columns.add("ended_us", 1, &ended)?;
         columns.add("paused_us", 1, &paused)?;
         columns.add("stalled_us", 1, &u32s(|rank| rank.stalled_us))?;
+        columns.add("throttled", 1, &u32s(|rank| rank.throttled))?;
+        columns.add("awaited_us", 1, &u32s(|rank| rank.awaited_us))?;
+        columns.add("held_up_us", 2, &ranks.iter().flat_map(|rank| rank.held_up_us).collect::<Vec<_>>())?;
         columns.add("count", classes, &sums().map(|sum| sum.count).collect::<Vec<_>>())?;
         columns.add("bytes", classes, &sums().map(|sum| sum.bytes).collect::<Vec<_>>())?;
         columns.add("busy_us", classes, &sums().map(|sum| sum.busy_us).collect::<Vec<_>>())?;
@@ -179,6 +182,9 @@ impl Collected {
         let (ended, _) = columns.get::<u64>("ended_us", rows)?;
         let (paused, _) = columns.get::<u64>("paused_us", rows)?;
         let (stalled, _) = columns.get::<u32>("stalled_us", rows)?;
+        let (throttled, _) = columns.get::<u32>("throttled", rows)?;
+        let (awaited, _) = columns.get::<u32>("awaited_us", rows)?;
+        let (held_up, held_up_width) = columns.get::<u32>("held_up_us", rows)?;
         let (count, count_width) = columns.get::<u32>("count", rows)?;
         let (moved, bytes_width) = columns.get::<u64>("bytes", rows)?;
         let (busy, busy_width) = columns.get::<u64>("busy_us", rows)?;
@@ -187,8 +193,8 @@ impl Collected {
         let (failure, _) = columns.get::<u32>("failure", rows)?;
         let (slowest, _) = columns.get::<u32>("slowest", rows)?;
         let (classes, durations) = (Class::ALL.len(), BOUNDS_US.len() + 1);
-        let widths = [phases_width, count_width, bytes_width, busy_width, longest_width, durations_width];
-        let expected = [Phase::ALL.len(), classes, classes, classes, classes, classes * durations];
+        let widths = [phases_width, count_width, bytes_width, busy_width, longest_width, durations_width, held_up_width];
+        let expected = [Phase::ALL.len(), classes, classes, classes, classes, classes * durations, 2];
         if widths != expected {
             return Err(corrupt(format!("expected rows of {expected:?} numbers, found {widths:?}")));
         }
@@ -215,8 +221,11 @@ impl Collected {
                 ended_us: ended[rank],
                 failure: text(failure[rank]),
                 failures: failed[rank],
+                throttled: throttled[rank],
                 paused_us: paused[rank],
                 stalled_us: stalled[rank],
+                awaited_us: awaited[rank],
+                held_up_us: [held_up[2 * rank], held_up[2 * rank + 1]],
                 slowest: text(slowest[rank]),
                 is_page_locked: locked[rank] != 0,
                 address: String::new(),
@@ -359,8 +368,11 @@ pub(crate) mod tests {
             ended_us: 12_345,
             failure: if rank == 1 { "write \"a\": away".to_owned() } else { String::new() },
             failures: 1,
+            throttled: rank as u32 % 2,
             paused_us: 20,
             stalled_us: 1_100,
+            awaited_us: 70 + rank as u32,
+            held_up_us: [rank as u32, 90],
             slowest: "model/a.safetensors".to_owned(),
             is_page_locked: rank != 0,
             address: String::new(),

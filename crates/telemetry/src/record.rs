@@ -25,6 +25,9 @@ const LARGE_BYTES: u64 = 1 << 20;
 /// Upper bounds of the histograms' classes of durations, in microseconds; the last class has none.
 pub(crate) const BOUNDS_US: [u64; 7] = [1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000, 4_000_000];
 
+/// Words of failures in which a service asks for fewer requests.
+const THROTTLED: [&str; 5] = ["SlowDown", "503 ", "429 ", "hrottl", "ServerBusy"];
+
 /// Kinds of operations at a store that are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Class {
@@ -90,6 +93,7 @@ pub(crate) enum What {
     Compared,
     PageLock,
     Stalled,
+    HeldUp,
     /// An action has failed for that many times, and is tried again after a pause (`took`) or not at all.
     Failed {
         attempt: u16,
@@ -108,6 +112,7 @@ impl What {
             What::Compared => "replicas",
             What::PageLock => "page_lock",
             What::Stalled => "stall",
+            What::HeldUp => "held_up",
             What::Failed { is_final: false, .. } => "retry",
             What::Failed { is_final: true, .. } => "gave_up",
             What::Outcome => "outcome",
@@ -140,8 +145,12 @@ pub(crate) struct Record {
     next: AtomicUsize,
     sums: [Sums; Class::ALL.len()],
     failures: AtomicU32,
+    throttled: AtomicU32,
     paused_ns: AtomicU64,
     stalled_ns: AtomicU64,
+    awaited_ns: AtomicU64,
+    /// Longest time in which the process did not run, in microseconds, above 32 bits of its begin.
+    held_up: AtomicU64,
     failure: OnceLock<Text<FAILURE_BYTES>>,
 }
 
@@ -154,8 +163,11 @@ impl Record {
             next: AtomicUsize::new(0),
             sums: Default::default(),
             failures: AtomicU32::new(0),
+            throttled: AtomicU32::new(0),
             paused_ns: AtomicU64::new(0),
             stalled_ns: AtomicU64::new(0),
+            awaited_ns: AtomicU64::new(0),
+            held_up: AtomicU64::new(0),
             failure: OnceLock::new(),
         }
     }
@@ -178,6 +190,22 @@ impl Record {
     /// Returns the time that the program has waited for the operation.
     pub(crate) fn stalled(&self) -> Duration {
         Duration::from_nanos(self.stalled_ns.load(Relaxed))
+    }
+
+    /// Returns the number of failures in which the service asked for fewer requests.
+    pub(crate) fn throttled(&self) -> u32 {
+        self.throttled.load(Relaxed)
+    }
+
+    /// Returns the time that the copy has waited for staging memory.
+    pub(crate) fn awaited(&self) -> Duration {
+        Duration::from_nanos(self.awaited_ns.load(Relaxed))
+    }
+
+    /// Returns begin and duration of the longest time in which the process did not run, in microseconds.
+    pub(crate) fn held_up(&self) -> (u32, u32) {
+        let both = self.held_up.load(Relaxed);
+        (both as u32, (both >> 32) as u32)
     }
 
     /// Returns why the operation failed.
@@ -219,6 +247,16 @@ impl Record {
         let now = || self.began.elapsed();
         self.add(match *event {
             Event::Expects { .. } | Event::Copied { .. } => return,
+            // Summed alone: a save of a large state waits thousands of times.
+            Event::AwaitedMemory { took } => {
+                self.awaited_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
+                return;
+            }
+            Event::HeldUp { after, took } => {
+                let us = |time: Duration| u64::from(u32::try_from(time.as_micros()).unwrap_or(u32::MAX));
+                self.held_up.fetch_max(us(took) << 32 | us(after), Relaxed);
+                Entry { took, ..moment(What::HeldUp, after) }
+            }
             Event::Ended { phase, after } => moment(What::Phase(phase), after),
             Event::GaveUp { phase, after } => Entry { has_failed: true, ..moment(What::Phase(phase), after) },
             Event::Stalled { took } => {
@@ -234,6 +272,9 @@ impl Record {
                 // An answer that something is there, or is not, is no failure of the storage.
                 if !matches!(error.kind, Kind::Conflict | Kind::NotFound) {
                     self.failures.fetch_add(1, Relaxed);
+                }
+                if THROTTLED.iter().any(|word| error.message.contains(word)) {
+                    self.throttled.fetch_add(1, Relaxed);
                 }
                 let took = pause.unwrap_or_default();
                 self.paused_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);

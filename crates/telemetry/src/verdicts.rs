@@ -2,7 +2,8 @@
 //!
 //! A rank is slow in a phase if it took longer there than the median rank, by more than [`LOST_MIN`] and a share of the
 //! whole operation. Ranks wait for each other when they plan and when they commit, so a slow one is found in the phase
-//! where it was slow, and all others in the next wait. Nothing is said where nothing is wrong.
+//! where it was slow, and all others in the next wait. A rank says when its process did not run for a while: that time
+//! counts for itself, and not as one of its work. Nothing is said where nothing is wrong.
 
 use std::time::Duration;
 
@@ -29,11 +30,20 @@ const COMMIT_SHARE: f64 = 0.4;
 /// Bytes beyond those of the median rank from which a rank is said to have moved more.
 const MORE_BYTES_MIN: f64 = 1e6;
 
-/// Share of the time lost in a copy from which the plan before it explains it.
-const COPY_EXPLAINED: f64 = 0.8;
+/// Share of lost time from which another finding about the same ranks explains it.
+const EXPLAINED: f64 = 0.8;
 
-/// Least number of small writes of all ranks that are called too many.
-const SMALL_MIN: u64 = 200;
+/// Share of the storage's failures from which the service is said to ask for fewer requests.
+const THROTTLED_SHARE: f64 = 0.5;
+
+/// Least number of small operations of a rank that are called too many.
+const SMALL_MIN: u64 = 100;
+
+/// Least number of ranks of which it can be said that the storage ended their objects one by one.
+const JOINED_RANKS_MIN: usize = 4;
+
+/// Deviation from evenly spaced ends, as a share of their spread, up to which the storage ended objects one by one.
+const JOINED_SHARE: f64 = 0.15;
 
 /// Finding about one save or load.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -46,7 +56,7 @@ pub struct Verdict {
     /// Phase in which the time was lost.
     pub phase: &'static str,
     /// Cause: `failed`, `missing`, `called_late`, `more_data`, `throttled`, `retries`, `storage`, `small_objects`,
-    /// `serial_tail`, `held_up`.
+    /// `serial_tail`, `staging_memory`, `held_up`.
     pub cause: &'static str,
     /// Time that was lost, in milliseconds.
     pub lost_ms: f64,
@@ -117,20 +127,95 @@ pub(crate) fn verdicts(collected: &Collected) -> Vec<Verdict> {
     failed(collected, &mut found);
     let total_ms = median(collected.said().map(|rank| rank.ended_us as f64 / 1e3));
     let least_ms = (LOST_SHARE * total_ms).max(LOST_MIN.as_secs_f64() * 1e3);
-    let phases = phases(collected);
-    for (phase, times) in &phases {
+    held_up(collected, least_ms, &mut found);
+    let all = phases(collected);
+    for (phase, times) in &all {
+        let ran = ran(collected, phase);
         match *phase {
             "agree" | "match" => called_late(collected, phase, times, least_ms, &mut found),
-            "commit" | "finish" => {}
-            _ => slow_ranks(collected, phase, times, least_ms, &mut found),
+            "open" => {
+                called_late(collected, phase, times, least_ms, &mut found);
+                slow_ranks(collected, phase, &ran, least_ms, &mut found);
+            }
+            "commit" => serial_tail(collected, times, total_ms, &mut found),
+            "finish" => {}
+            _ => slow_ranks(collected, phase, &ran, least_ms, &mut found),
         }
     }
-    copy_or_plan(&mut found);
-    copy_or_write(&mut found);
-    serial_tail(collected, &phases, total_ms, &mut found);
+    staging_memory(collected, least_ms, &mut found);
     everywhere(collected, total_ms, least_ms, &mut found);
+    joined_one_by_one(collected, least_ms, &mut found);
+    let is_explained: Vec<bool> = (0..found.len()).map(|at| is_explained(&found, at)).collect();
+    let mut is_explained = is_explained.into_iter();
+    found.retain(|_| is_explained.next() == Some(false));
     found.sort_by(|a, b| b.lost_ms.total_cmp(&a.lost_ms));
     found
+}
+
+/// Returns whether another finding says why this time was lost.
+fn is_explained(found: &[Verdict], at: usize) -> bool {
+    let one = &found[at];
+    found.iter().enumerate().any(|(other, by)| {
+        let failed = |verdict: &Verdict| matches!(verdict.cause, "failed" | "missing");
+        if other == at || failed(one) || failed(by) {
+            return false;
+        }
+        if by.subject != one.subject {
+            return by.subject == "all ranks" && (by.phase, by.cause) == (one.phase, one.cause);
+        }
+        let is_enough = by.lost_ms > EXPLAINED * one.lost_ms;
+        match (by.phase, one.phase) {
+            // The copy is measured from the request on.
+            ("plan", "copy") => is_enough,
+            // What is written slowly is copied late if staging memory is full, and what is copied late is written late.
+            ("write", "copy") => by.cause != "held_up",
+            ("copy", "write") => one.cause == "held_up",
+            // The others also wait for a rank that was slow before.
+            _ => one.cause == "called_late" && by.cause != "called_late" && is_enough,
+        }
+    })
+}
+
+/// Returns the time between two moments in which a rank's process did not run, in milliseconds.
+fn held_up_ms(said: &Digest, (from, to): (u32, u32)) -> f64 {
+    let [began, took] = said.held_up_us;
+    let (from, to) = (from.max(began), to.min(began.saturating_add(took)));
+    f64::from(to.saturating_sub(from)) / 1e3
+}
+
+/// Returns the times of all ranks in a phase, without those in which their processes did not run, in milliseconds.
+fn ran(collected: &Collected, phase: &str) -> Vec<Option<f64>> {
+    let of = spans(collected).into_iter().find(|(name, _)| *name == phase);
+    let ran = |(said, span): (&Option<Digest>, Span)| {
+        let (from, to) = span?;
+        Some((f64::from(to - from) / 1e3 - held_up_ms(said.as_ref()?, (from, to))).max(0.0))
+    };
+    collected.ranks.iter().zip(of.into_iter().flat_map(|(_, spans)| spans)).map(ran).collect()
+}
+
+/// Finds ranks whose process did not run for a while, and in which phase that was.
+fn held_up(collected: &Collected, least_ms: f64, found: &mut Vec<Verdict>) {
+    let spans = spans(collected);
+    let mut by_phase: Vec<(&'static str, Vec<usize>)> = Vec::new();
+    let ms = |rank: usize| collected.ranks[rank].as_ref().map_or(0.0, |said| f64::from(said.held_up_us[1]) / 1e3);
+    for (rank, said) in collected.ranks.iter().enumerate() {
+        let Some(said) = said.as_ref().filter(|_| ms(rank) > least_ms) else { continue };
+        // A process that does not run ends no phase: in the middle of that time it was where it stood still.
+        let middle = said.held_up_us[0].saturating_add(said.held_up_us[1] / 2);
+        let is_in = |of: &Vec<Span>| of[rank].is_some_and(|(from, to)| from <= middle && middle < to);
+        // A plan comes before the copy, which comes before the write beside it.
+        let Some((phase, _)) = spans.iter().find(|(_, of)| is_in(of)) else { continue };
+        match by_phase.iter_mut().find(|(known, _)| known == phase) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => by_phase.push((phase, vec![rank])),
+        }
+    }
+    for (phase, ranks) in by_phase {
+        let lost_ms = ranks.iter().map(|&rank| ms(rank)).fold(0.0, f64::max);
+        let why = "it was stopped, swapped out, or had no processor";
+        let text = format!("the process did not run for {}: {why}", said_ms(lost_ms));
+        found.push(verdict(collected, &ranks, phase, "held_up", lost_ms, text));
+    }
 }
 
 /// Finds ranks that failed or said nothing.
@@ -201,28 +286,6 @@ fn slow_ranks(
     found.push(verdict(collected, &slow, phase, cause, lost_ms, text));
 }
 
-/// Drops what a slow plan explains: the copy is measured from the request on.
-fn copy_or_plan(found: &mut Vec<Verdict>) {
-    let of = |phase: &str| found.iter().position(|verdict| verdict.phase == phase && verdict.cause != "failed");
-    if let (Some(plan), Some(copy)) = (of("plan"), of("copy"))
-        && found[plan].subject == found[copy].subject
-        && found[plan].lost_ms > COPY_EXPLAINED * found[copy].lost_ms
-    {
-        found.remove(copy);
-    }
-}
-
-/// Keeps one of two findings about the same ranks: what is copied late is written late, and what is written slowly is
-/// copied late if staging memory is full.
-fn copy_or_write(found: &mut Vec<Verdict>) {
-    let of = |phase: &str| found.iter().position(|verdict| verdict.phase == phase && verdict.cause != "failed");
-    if let (Some(copy), Some(write)) = (of("copy"), of("write"))
-        && found[copy].subject == found[write].subject
-    {
-        found.remove(if found[write].cause == "held_up" { write } else { copy });
-    }
-}
-
 /// Returns why a rank was slow in a phase, and the evidence.
 fn cause(collected: &Collected, said: &Digest, phase: &str, lost_ms: f64) -> (&'static str, String) {
     let moved = |rank: &Digest| {
@@ -238,9 +301,12 @@ fn cause(collected: &Collected, said: &Digest, phase: &str, lost_ms: f64) -> (&'
     let median_bytes = median(collected.said().map(|rank| moved(rank).0 as f64));
     let paused_ms = said.paused_us as f64 / 1e3;
     if paused_ms > 0.3 * lost_ms {
-        let is_throttled = ["SlowDown", "503", "429", "throttl"].iter().any(|word| said.failure.contains(word));
-        let cause = if is_throttled { "throttled" } else { "retries" };
-        return (cause, format!("{} failures, {} of pauses before it tried again", said.failures, said_ms(paused_ms)));
+        let (cause, asked) = retried(said.failures, said.throttled);
+        let text = format!("{} failures, {} of pauses before it tried again{asked}", said.failures, said_ms(paused_ms));
+        return (cause, text);
+    }
+    if phase == "copy" && f64::from(said.awaited_us) / 1e3 > 0.5 * lost_ms {
+        return ("staging_memory", full(said));
     }
     // No rank is slow for bytes that take no time, or in a phase that moves none.
     if phase != "plan" && bytes as f64 > FACTOR * median_bytes && bytes as f64 - median_bytes > MORE_BYTES_MIN {
@@ -271,14 +337,61 @@ fn cause(collected: &Collected, said: &Digest, phase: &str, lost_ms: f64) -> (&'
     ("held_up", "its operations at the storage were not slow: the process was stopped, or had no processor".to_owned())
 }
 
+/// Returns the cause of pauses after failures, and what the service asked for.
+fn retried(failures: u32, throttled: u32) -> (&'static str, &'static str) {
+    if throttled > 0 && f64::from(throttled) >= THROTTLED_SHARE * f64::from(failures) {
+        ("throttled", ": the service asks for fewer requests")
+    } else {
+        ("retries", "")
+    }
+}
+
+/// Returns why a copy waited for staging memory, as text.
+fn full(said: &Digest) -> String {
+    let waited = said_ms(f64::from(said.awaited_us) / 1e3);
+    format!("the copy waited {waited} for staging memory that writes still used: give the process more of it")
+}
+
+/// Finds ranks whose program waited while the copy of its state had no staging memory.
+fn staging_memory(collected: &Collected, least_ms: f64, found: &mut Vec<Verdict>) {
+    let ms = |rank: usize| {
+        let said = collected.ranks[rank].as_ref();
+        said.map_or(0.0, |said| f64::from(said.awaited_us.min(said.stalled_us)) / 1e3)
+    };
+    let waited: Vec<usize> = (0..collected.ranks.len()).filter(|&rank| ms(rank) > least_ms).collect();
+    let Some(&worst) = waited.iter().max_by(|&&a, &&b| ms(a).total_cmp(&ms(b))) else { return };
+    let text = collected.ranks[worst].as_ref().map(full).unwrap_or_default();
+    found.push(verdict(collected, &waited, "copy", "staging_memory", ms(worst), text));
+}
+
+/// Finds objects that the storage ended one by one: the ranks' longest operations on names end at even distances.
+fn joined_one_by_one(collected: &Collected, least_ms: f64, found: &mut Vec<Verdict>) {
+    let longest = |said: &Digest| f64::from(said.sums[Class::Names as usize].longest_us) / 1e3;
+    let mut ends: Vec<f64> = collected.said().map(longest).collect();
+    ends.sort_by(f64::total_cmp);
+    let (Some(&first), Some(&last)) = (ends.first(), ends.last()) else { return };
+    let spread_ms = last - first;
+    if collected.verb != Verb::Save || ends.len() < JOINED_RANKS_MIN || spread_ms < least_ms {
+        return;
+    }
+    let step_ms = spread_ms / (ends.len() - 1) as f64;
+    let is_even = |(at, end): (usize, &f64)| (end - first - step_ms * at as f64).abs() <= JOINED_SHARE * spread_ms;
+    if first > 2.0 * step_ms + JOINED_SHARE * spread_ms || !ends.iter().enumerate().all(is_even) {
+        return;
+    }
+    let (first, last) = (said_ms(first), said_ms(last));
+    let text = format!("the storage ended objects one by one: the first rank's after {first}, the last one's after {last}");
+    // Ranks are slow there by their places in the row.
+    found.retain(|verdict| verdict.phase != "write" || verdict.cause != "storage");
+    found.push(of_all("write", "serial_tail", spread_ms, text));
+}
+
 /// Finds a commit that took long after all bytes were durable.
-fn serial_tail(
-    collected: &Collected,
-    phases: &[(&'static str, Vec<Option<f64>>)],
-    total_ms: f64,
-    found: &mut Vec<Verdict>,
-) {
-    let Some((_, times)) = phases.iter().find(|(phase, _)| *phase == "commit") else { return };
+fn serial_tail(collected: &Collected, times: &[Option<f64>], total_ms: f64, found: &mut Vec<Verdict>) {
+    // All wait for a rank whose process does not run.
+    if found.iter().any(|verdict| (verdict.phase, verdict.cause) == ("commit", "held_up")) {
+        return;
+    }
     // The rank that was durable last waited for the commit alone.
     let lost_ms = times.iter().flatten().copied().fold(f64::INFINITY, f64::min);
     if !lost_ms.is_finite() || lost_ms < (COMMIT_SHARE * total_ms).max(2.0 * LOST_MIN.as_secs_f64() * 1e3) {
@@ -295,13 +408,16 @@ fn serial_tail(
 fn everywhere(collected: &Collected, total_ms: f64, least_ms: f64, found: &mut Vec<Verdict>) {
     let paused_ms = median(collected.said().map(|rank| rank.paused_us as f64 / 1e3));
     if paused_ms > least_ms {
-        let failures: u32 = collected.said().map(|rank| rank.failures).sum();
+        let sum = |of: fn(&Digest) -> u32| collected.said().map(of).fold(0, u32::saturating_add);
+        let failures = sum(|rank| rank.failures);
+        let (cause, asked) = retried(failures, sum(|rank| rank.throttled));
         let text = format!(
-            "paused {} (the median rank) after {failures} failures of the storage on all ranks",
+            "paused {} (the median rank) after {failures} failures of the storage on all ranks{asked}",
             said_ms(paused_ms)
         );
         let phase = if collected.verb == Verb::Save { "write" } else { "read" };
-        found.push(of_all(phase, "retries", paused_ms, text));
+        // Parts pause beside each other.
+        found.push(of_all(phase, cause, paused_ms.min(total_ms), text));
     }
     let sum = |class: Class| {
         let mut all = Sum::default();
@@ -312,7 +428,12 @@ fn everywhere(collected: &Collected, total_ms: f64, least_ms: f64, found: &mut V
         }
         all
     };
+    let took = |phase: &str| {
+        let of = phases(collected).into_iter().find(|(name, _)| *name == phase);
+        median(of.into_iter().flat_map(|(_, times)| times).flatten())
+    };
     let classes = match collected.verb {
+        Verb::Save if took("values") > took("write") => (Class::SmallWrites, "values"),
         Verb::Save => (Class::SmallWrites, "write"),
         Verb::Load => (Class::SmallReads, "read"),
     };

@@ -101,6 +101,19 @@ pub enum Event<'a> {
         /// Time that it waited.
         took: Duration,
     },
+    /// A copy into staging memory has waited for some of it that writes still used. Saves whose program waits for all of
+    /// it do not say so: they copy as fast as the storage takes it.
+    AwaitedMemory {
+        /// Time that it waited.
+        took: Duration,
+    },
+    /// This process did not run: it was stopped, swapped out, or got no processor.
+    HeldUp {
+        /// Time from the request to the last moment at which it ran before.
+        after: Duration,
+        /// Time until it ran again.
+        took: Duration,
+    },
     /// A data file of this rank is written.
     Wrote {
         /// Length of the file, its header included.

@@ -10,6 +10,7 @@ use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use shardfast_store::Buffer;
@@ -148,10 +149,16 @@ impl Staging {
     /// # Errors
     /// `Exhausted` when the budget is smaller, or the system has no memory for them.
     pub fn acquire_many(self: &Arc<Staging>, count: usize) -> Result<Vec<Slot>> {
-        if count <= 1 {
-            return (0..count).map(|_| self.acquire()).collect();
-        }
-        let mut state = self.lock();
+        self.acquire_timed(count).map(|(slots, _)| slots)
+    }
+
+    /// Acquires like [`acquire_many`](Staging::acquire_many); returns also how long it waited for slots in use.
+    ///
+    /// # Errors
+    /// As [`acquire_many`](Staging::acquire_many).
+    pub(crate) fn acquire_timed(self: &Arc<Staging>, count: usize) -> Result<(Vec<Slot>, Duration)> {
+        let (mut state, mut waited) = (self.lock(), Duration::ZERO);
+        let many = usize::from(count > 1);
         loop {
             while state.free.len() < count && state.slots() < self.slots_max {
                 let left = self.slots_max - state.slots();
@@ -171,11 +178,13 @@ impl Staging {
             }
             if let Some(rest) = state.free.len().checked_sub(count) {
                 let numbers = state.free.split_off(rest);
-                return Ok(numbers.into_iter().map(|number| self.slot(&state, number, false)).collect());
+                return Ok((numbers.into_iter().map(|number| self.slot(&state, number, false)).collect(), waited));
             }
-            state.waiting_for_many += 1;
+            let began = Instant::now();
+            state.waiting_for_many += many;
             state = self.returned.wait(state).unwrap_or_else(PoisonError::into_inner);
-            state.waiting_for_many -= 1;
+            state.waiting_for_many -= many;
+            waited += began.elapsed();
         }
     }
 

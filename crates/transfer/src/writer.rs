@@ -339,7 +339,7 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
                         let mut next = run.next.lock().unwrap_or_else(PoisonError::into_inner);
                         let Some(&chunk) = run.chunks.get(*next) else { break };
                         *next += 1;
-                        (*next - 1, chunk, staging.acquire_many(chunk.slots()))
+                        (*next - 1, chunk, staging.acquire_timed(chunk.slots()))
                     };
                     if run.failure.is_set() {
                         return;
@@ -347,7 +347,10 @@ fn fill_and_write(store: &dyn Store, run: &Run<'_>, staging: &Arc<Staging>, agai
                     if let Some(error) = progress.cancelled() {
                         return run.failure.set(error);
                     }
-                    let filled = slots.and_then(|mut slots| {
+                    let filled = slots.and_then(|(mut slots, took)| {
+                        if !blocking && !took.is_zero() {
+                            progress.moves(&Event::AwaitedMemory { took });
+                        }
                         let fill = |(i, slot)| fill(&run.files[chunk.file], chunk.in_slot(i), slot);
                         let unsummed = slots.iter_mut().enumerate().map(fill).collect::<Result<Vec<_>>>()?;
                         Ok(FilledChunk { number, slots, unsummed })

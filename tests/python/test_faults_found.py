@@ -1,0 +1,378 @@
+"""Faults that are put into real jobs, and that the report must find by itself: subject, phase and cause.
+
+``SHARDFAST_FAULT_SEEDS`` is the number of times that each fault is put in, ``SHARDFAST_HEALTHY_RUNS`` that of runs without
+one, of which the report must say next to nothing.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+from commanded_ranks import Job, reported
+from s3_double import Answer, Request, S3Double, refused
+
+SEEDS = int(os.environ.get("SHARDFAST_FAULT_SEEDS", "1"))
+HEALTHY_RUNS = int(os.environ.get("SHARDFAST_HEALTHY_RUNS", "5"))
+MISSED_ONE_IN = 20
+WORLD = 8
+STOPPED_S = 0.3
+RECORD_S = 30.0
+STATE = {"kib": 512}
+
+pytestmark = [pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes cannot be stopped")]
+
+
+class Place:
+    """A job, the service that it saves to, and what the report says of a run there."""
+
+    def __init__(self, job: Job, double: S3Double, name: str) -> None:
+        self.job, self.double, self.name = job, double, name
+        self.runs = 0
+
+    def begin(self, state: dict, *, asynchronous: bool = False, prove: bool = False) -> "Run":
+        """A new run, with a save without fault before all others: it makes the plan."""
+        self.double.fault = None
+        self.runs += 1
+        run = Run(self, f"{self.name}-{self.runs}", {"state": state, "asynchronous": asynchronous, "prove": prove})
+        self.job.tell(do="prepare", **run.how)
+        run.save()
+        return run
+
+    def stop(self, rank: int, seconds: float = STOPPED_S) -> None:
+        """Stops a rank for a while. It has stopped when this returns."""
+        process = self.job.ranks[rank]
+        process.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + RECORD_S
+        while state_of(process.pid) != "T" and time.monotonic() < until:
+            time.sleep(0.001)
+        threading.Timer(seconds, process.send_signal, [signal.SIGCONT]).start()
+
+
+class Run:
+    """Steps of a job in a directory of their own."""
+
+    def __init__(self, place: Place, name: str, how: dict) -> None:
+        self.place, self.name, self.how = place, name, how
+        self.url = f"s3://bucket/{name}"
+        self.step = 0
+
+    def save(self, fault: Callable[[Request], Answer | None] | None = None) -> None:
+        self.step += 1
+        self._do("save", fault)
+
+    def load(self, fault: Callable[[Request], Answer | None] | None = None) -> None:
+        """Loads the newest step, after a load of it without a fault."""
+        self._do("load", fault)
+
+    def _do(self, verb: str, fault: Callable[[Request], Answer | None] | None) -> None:
+        before = self._records(verb)
+        self.place.double.fault = fault
+        self.place.job.tell(do=verb, url=f"{self.url}/step-{self.step:08}", step=self.step, **self.how)
+        until = time.monotonic() + RECORD_S
+        while self._records(verb) == before and time.monotonic() < until:
+            time.sleep(0.005)  # it is stored by a thread that nobody waits for
+        self.place.double.fault = None
+
+    def _records(self, verb: str) -> int:
+        return sum(f"{self.name}/.telemetry/" in name and f"-{verb}-" in name for name in [*self.place.double.objects])
+
+    def found(self, verb: str) -> list[list[dict]]:
+        """The verdicts about each save or load but the first save, which makes the plan."""
+        report = reported(self.url, self.place.double.environment())
+        self.place.double.forget(f"{self.name}/")
+        return [one["verdicts"] for one in (report["saves"][1:] if verb == "save" else report["loads"])]
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
+
+
+def expect(expected: list[tuple[str, str, str]], found: list[list[dict]]) -> None:
+    """Checks that the first verdict of each is the expected one, up to one in twenty."""
+    assert len(found) == len(expected)
+    first = [[(one["subject"], one["phase"], one["cause"]) for one in verdicts] for verdicts in found]
+    missed = [(want, verdicts) for want, verdicts in zip(expected, first, strict=True) if verdicts[:1] != [want]]
+    print(f"found {len(expected) - len(missed)} of {len(expected)}")
+    assert len(missed) <= len(expected) // MISSED_ONE_IN, missed
+
+
+class At:
+    """Acts once, at the first request of a kind and a rank whose object's name has these words."""
+
+    def __init__(self, act: Callable[[], None], kind: str, word: str, rank: int | None = None) -> None:
+        self.act, self.kind, self.word, self.rank = act, kind, word, rank
+        self._lock, self._has_come = threading.Lock(), False
+
+    def __call__(self, request: Request) -> Answer | None:
+        if request.kind == self.kind and self.word in request.name and self.rank in (None, request.rank):
+            with self._lock:
+                is_first, self._has_come = not self._has_come, True
+            if is_first:
+                self.act()
+        return None
+
+
+@pytest.fixture(scope="module")
+def place():
+    with ExitStack() as ends:
+        double = S3Double(WORLD)
+        ends.callback(double.close)
+        job = Job([double.environment(rank) for rank in range(WORLD)])
+        ends.callback(job.close)
+        yield Place(job, double, "run")
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """A job with little staging memory."""
+    with ExitStack() as ends:
+        double = S3Double(WORLD)
+        ends.callback(double.close)
+        little = {"SHARDFAST_STAGING_BYTES": "16MiB"}
+        job = Job([{**double.environment(rank), **little} for rank in range(WORLD)])
+        ends.callback(job.close)
+        yield Place(job, double, "tight")
+
+
+def waited(seconds: float, then: Callable[[], None]) -> Callable[[], None]:
+    """Waits, then acts: the answer comes when all other ranks wait for it."""
+
+    def act() -> None:
+        time.sleep(seconds)
+        then()
+
+    return act
+
+
+def fault_of_save(place: Place, phase: str, rank: int, other: int) -> At:
+    """The fault that stops a rank in that phase of a save."""
+
+    def stop() -> None:
+        place.stop(rank)
+
+    return {
+        "plan": lambda: At(stop, "list", "/step-", rank),
+        "write": lambda: At(stop, "put", "/model/0", rank),
+        # Rank 0 asks whether something is committed there, while the others have written and wait for the answer.
+        "agree": lambda: At(waited(0.15, stop), "head", "/COMMIT", 0),
+        # All wait for the sums of one that still writes.
+        "compare": lambda: At(waited(0.15, stop), "put", "/model/0", other),
+        "values": lambda: At(stop, "put", "/extra/0", rank),
+        "commit": lambda: At(waited(0.05, stop), "put", "/manifest-", 0),
+    }[phase]()
+
+
+@pytest.mark.parametrize("phase", ["plan", "write", "agree", "compare", "values", "commit"])
+def test_a_rank_that_is_stopped_in_a_phase_of_a_save(place, phase):
+    dice, expected = random.Random(f"save {phase}"), []
+    run = place.begin(STATE | {"shared": phase == "compare"}, prove=phase == "compare")
+    for _ in range(SEEDS):
+        rank, other = dice.sample(range(WORLD), 2)
+        run.save(fault_of_save(place, phase, rank, other))
+        expected.append((f"rank {rank}", phase, "held_up"))
+    expect(expected, run.found("save"))
+
+
+def test_a_rank_that_is_stopped_while_its_state_is_copied(tight):
+    dice, expected = random.Random("copy"), []
+    run = tight.begin({"kib": 24 << 10}, asynchronous=True)
+    for _ in range(SEEDS):
+        rank = dice.randrange(WORLD)
+        run.save(At(lambda rank=rank: tight.stop(rank), "part", "/model/0", rank))
+        expected.append((f"rank {rank}", "copy", "held_up"))
+    expect(expected, run.found("save"))
+
+
+@pytest.mark.parametrize("phase", ["open", "match", "read", "finish"])
+def test_a_rank_that_is_stopped_in_a_phase_of_a_load(place, phase):
+    dice, expected = random.Random(f"load {phase}"), []
+    run = place.begin(STATE)
+    for _ in range(SEEDS):
+        rank, other = dice.sample(range(WORLD), 2)
+
+        def stop(rank=rank):
+            place.stop(rank)
+
+        def stop_both(rank=rank, other=other):
+            # The others have opened and wait for this one.
+            place.stop(other, 0.2)
+            threading.Timer(0.1, place.stop, [rank]).start()
+
+        fault = {
+            "open": lambda: At(stop, "get", "/COMMIT", 0),
+            "match": lambda: At(stop_both, "get", "/manifest-", 0),
+            "read": lambda: At(stop, "get", "/model/0", rank),
+            "finish": lambda: At(waited(0.15, stop), "get", "/model/0", other),
+        }[phase]()
+        run.load(fault)
+        expected.append((f"rank {rank}", phase, "held_up"))
+    expect(expected, run.found("load"))
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_slow_object(place, verb):
+    dice, expected = random.Random(f"object {verb}"), []
+    run = place.begin(STATE)
+    for _ in range(SEEDS):
+        rank = dice.randrange(WORLD)
+        kind = "put" if verb == "save" else "get"
+        fault = At(lambda: time.sleep(0.5), kind, f"/model/{rank:05}", rank)
+        run.save(fault) if verb == "save" else run.load(fault)
+        expected.append((f"rank {rank}", "write" if verb == "save" else "read", "storage"))
+    expect(expected, run.found(verb))
+
+
+@pytest.mark.parametrize("who", ["one rank", "all ranks"])
+def test_a_store_that_asks_for_fewer_requests(place, who):
+    dice, expected = random.Random(f"503 {who}"), []
+    run = place.begin(STATE)
+    for _ in range(SEEDS):
+        rank = dice.randrange(WORLD) if who == "one rank" else None
+        tried: dict[str, int] = {}
+
+        def slow_down(request, rank=rank, tried=tried):
+            if request.kind != "put" or "/model/0" not in request.name or rank not in (None, request.rank):
+                return None
+            tried[request.name] = tried.get(request.name, 0) + 1
+            return refused(503, "SlowDown") if tried[request.name] <= 3 else None
+
+        run.save(slow_down)
+        expected.append(("all ranks" if rank is None else f"rank {rank}", "write", "throttled"))
+    expect(expected, run.found("save"))
+
+
+def test_a_loader_with_a_thousand_small_values(place):
+    run = place.begin({"kib": 64, "keys": 1000 // WORLD + 1})
+    for _ in range(SEEDS):
+        run.save(lambda request: time.sleep(0.004) if "/loader" in request.name else None)
+    expect([("all ranks", "values", "small_objects")] * SEEDS, run.found("save"))
+
+
+def test_too_little_staging_memory(tight):
+    run = tight.begin({"kib": 32 << 10}, asynchronous=True)
+    tight.double.rate = 100e6
+    for _ in range(SEEDS):
+        run.save()
+    tight.double.rate = None
+    expect([("all ranks", "copy", "staging_memory")] * SEEDS, run.found("save"))
+
+
+def test_a_rank_with_twice_the_data(place):
+    dice, expected, found = random.Random("data"), [], []
+    for _ in range(SEEDS):
+        rank = dice.randrange(WORLD)
+        run = place.begin({"kib": 2048, "more_kib": {str(rank): 4096}})
+        place.double.rate = 5e6
+        run.save()
+        place.double.rate = None
+        expected.append((f"rank {rank}", "write", "more_data"))
+        found += run.found("save")
+    expect(expected, found)
+
+
+def test_a_storage_that_joins_one_object_at_a_time(place):
+    run, joins = place.begin({"kib": 9 << 10}), threading.Lock()
+
+    def joined(request):
+        if request.kind == "complete":
+            with joins:
+                time.sleep(0.1)
+
+    for _ in range(SEEDS):
+        run.save(joined)
+    expect([("all ranks", "write", "serial_tail")] * SEEDS, run.found("save"))
+
+
+def test_healthy_runs_have_next_to_no_verdicts(place):
+    found = []
+    for _ in range(HEALTHY_RUNS):
+        run = place.begin(STATE)
+        run.save()
+        run.save()
+        run.load()
+        report = reported(run.url, place.double.environment())
+        place.double.forget(f"{run.name}/")
+        assert [len(report["saves"]), len(report["loads"])] == [3, 1]
+        found += [(one["subject"], one["phase"], one["cause"], one["text"]) for of in ("saves", "loads")
+                  for operation in report[of] for one in operation["verdicts"]]
+    print(f"{len(found)} verdicts about {HEALTHY_RUNS} runs: {found}")
+    assert len(found) <= max(0, HEALTHY_RUNS // 100), found
+
+
+MACHINES = 4
+FAST, SLOW = "200mbit", "20mbit"
+
+
+def shell(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+@pytest.fixture
+def machines():
+    """Four machines with two ranks each: network namespaces behind links, and names of their own."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare"))):
+        pytest.skip("network namespaces take root, iproute2 and unshare")
+    net = f"10.77.{os.getpid() % 250}"
+    name = f"sf{os.getpid() % 100000}"
+    with ExitStack() as ends:
+        shell(f"ip link add {name} type bridge")
+        ends.callback(shell, f"ip link del {name}")
+        shell(f"ip addr add {net}.1/24 dev {name}")
+        shell(f"ip link set {name} up")
+        for at in range(MACHINES):
+            space = f"{name}m{at}"
+            shell(f"ip netns add {space}")
+            ends.callback(shell, f"ip netns del {space}")
+            shell(f"ip link add {space}a type veth peer name eth0 netns {space}")
+            shell(f"ip link set {space}a master {name} up")
+            shell(f"ip -n {space} addr add {net}.{10 + at}/24 dev eth0")
+            shell(f"ip -n {space} link set eth0 up")
+            shell(f"ip -n {space} link set lo up")
+        yield name, net
+
+
+def link(name: str, at: int, rate: str) -> None:
+    """Sets the rate of a machine's link, in both directions."""
+    limit = f"root tbf rate {rate} burst 32kb latency 400ms"
+    shell(f"ip netns exec {name}m{at} tc qdisc replace dev eth0 {limit}")
+    shell(f"tc qdisc replace dev {name}m{at}a {limit}")
+
+
+def test_a_machine_whose_link_has_a_tenth_of_the_rate(machines):
+    name, net = machines
+    dice, expected = random.Random("link"), []
+    each = WORLD // MACHINES
+    with ExitStack() as ends:
+        double = S3Double(WORLD, f"{net}.1")
+        ends.callback(double.close)
+        enters = [
+            ["ip", "netns", "exec", f"{name}m{rank // each}", "unshare", "--uts", "sh", "-c"]
+            + [f'hostname node-{rank // each}; exec "$@"', "sh"]
+            for rank in range(WORLD)
+        ]
+        local = {"LOCAL_WORLD_SIZE": str(each)}
+        environments = [{**double.environment(r), **local, "LOCAL_RANK": str(r % each)} for r in range(WORLD)]
+        job = Job(environments, enters, host=f"{net}.10")
+        ends.callback(job.close)
+        for at in range(MACHINES):
+            link(name, at, FAST)
+        place = Place(job, double, "links")
+        run = place.begin({"kib": 512})
+        for _ in range(SEEDS):
+            slow = dice.randrange(MACHINES)
+            link(name, slow, SLOW)
+            run.save()
+            link(name, slow, FAST)
+            expected.append((f"machine node-{slow}", "write", "storage"))
+        expect(expected, run.found("save"))

@@ -109,6 +109,13 @@ STEPS = [
         ),
     ),
     Step("reports of killed jobs", given({"SHARDFAST_REPORT_KILLS": 100}, *pytest("tests/python/test_report.py"))),
+    Step(
+        "faults that reports must find",
+        given(
+            {"SHARDFAST_FAULT_SEEDS": 20, "SHARDFAST_HEALTHY_RUNS": 200}, *pytest("tests/python/test_faults_found.py")
+        ),
+        cores=2,
+    ),
     Step("units of work", given({"SHARDFAST_UNIT_HISTORIES": 10000}, *pytest("tests/python/test_units.py"))),
     Step("stored values", [f"{BIN}/python", "fuzz/values.py", "--seconds", "600", "--start", "1000000"]),
     Step("oldest PyTorch", given(LAYOUTS, "scripts/oldest.sh")),

@@ -24,7 +24,7 @@ def state_of(rank: int, said: dict, value: float) -> dict:
     if said.get("shared"):
         state["shared"] = {"w": np.full(50_000, value)}
     for key in range(said.get("keys", 0)):
-        state[f"loader{key:04}"] = {"position": sf.PerRank(key)}
+        state[f"loader{key:04}"] = {"position": sf.PerRank(f"{rank} {key}")}
     return state
 
 
@@ -84,7 +84,10 @@ class Job:
         for process in self.ranks:
             process.stdin.write(line)
             process.stdin.flush()
-        waiting, until = {process.stdout: rank for rank, process in enumerate(self.ranks)}, time.monotonic() + DEADLINE_S
+        waiting, until = (
+            {process.stdout: rank for rank, process in enumerate(self.ranks)},
+            time.monotonic() + DEADLINE_S,
+        )
         while waiting:
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, until - time.monotonic()))
             assert ready, f"ranks {sorted(waiting.values())} have not done {said} in {DEADLINE_S:g} s"

@@ -70,7 +70,7 @@ class S3Double:
         self.endpoints = [f"http://{host}:{server.server_address[1]}" for server in self._servers]
 
     def environment(self, rank: int = -1) -> dict[str, str]:
-        """The variables with which a rank reaches it; without a rank those of a command, whose requests are no rank's."""
+        """The variables with which a rank reaches it; by default those of a command, whose requests are no rank's."""
         return {
             "AWS_ENDPOINT_URL_S3": self.endpoints[rank],
             "AWS_ACCESS_KEY_ID": "key",
@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(headers.get("content-length", "0")))
         name = unquote(url.path).removeprefix(f"/{BUCKET}").removeprefix("/")
         kind = self._kind(name, query, headers)
-        request = Request(self.server.rank, kind, query.get("prefix", "") if not name else name, len(body))
+        request = Request(self.server.rank, kind, name if name else query.get("prefix", ""), len(body))
         answer = self.server.double.answer(request, query, headers, body)
         if (rate := self.server.double.rate) is not None:
             with self.server.link:

@@ -1,15 +1,15 @@
 """Faults that are put into real jobs, and that the report must find by itself: subject, phase and cause.
 
-``SHARDFAST_FAULT_SEEDS`` is the number of times that each fault is put in, ``SHARDFAST_HEALTHY_RUNS`` that of runs without
-one, of which the report must say next to nothing.
+``SHARDFAST_FAULT_SEEDS`` is the number of times that each fault is put in, ``SHARDFAST_HEALTHY_RUNS`` that of runs
+without one, of which the report must say next to nothing.
 """
 
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -193,28 +193,33 @@ def test_a_rank_that_is_stopped_while_its_state_is_copied(tight):
     expect(expected, run.found("save"))
 
 
+def fault_of_load(place: Place, phase: str, rank: int, other: int) -> At:
+    """The fault that stops a rank in that phase of a load."""
+
+    def stop() -> None:
+        place.stop(rank)
+
+    def stop_both() -> None:
+        # The ranks that have opened wait for this one.
+        place.stop(other, 0.2)
+        threading.Timer(0.1, stop).start()
+
+    return {
+        "open": lambda: At(stop, "get", "/COMMIT", 0),
+        "match": lambda: At(stop_both, "get", "/manifest-", 0),
+        "read": lambda: At(stop, "get", "/model/0", rank),
+        # All wait for one that still reads.
+        "finish": lambda: At(waited(0.15, stop), "get", "/model/0", other),
+    }[phase]()
+
+
 @pytest.mark.parametrize("phase", ["open", "match", "read", "finish"])
 def test_a_rank_that_is_stopped_in_a_phase_of_a_load(place, phase):
     dice, expected = random.Random(f"load {phase}"), []
     run = place.begin(STATE)
     for _ in range(SEEDS):
-        rank, other = dice.sample(range(WORLD), 2)
-
-        def stop(rank=rank):
-            place.stop(rank)
-
-        def stop_both(rank=rank, other=other):
-            # The others have opened and wait for this one.
-            place.stop(other, 0.2)
-            threading.Timer(0.1, place.stop, [rank]).start()
-
-        fault = {
-            "open": lambda: At(stop, "get", "/COMMIT", 0),
-            "match": lambda: At(stop_both, "get", "/manifest-", 0),
-            "read": lambda: At(stop, "get", "/model/0", rank),
-            "finish": lambda: At(waited(0.15, stop), "get", "/model/0", other),
-        }[phase]()
-        run.load(fault)
+        rank, other = dice.sample(range(1, WORLD), 2)  # rank 0 opens for all
+        run.load(fault_of_load(place, phase, rank, other))
         expected.append((f"rank {rank}", phase, "held_up"))
     expect(expected, run.found("load"))
 
@@ -303,8 +308,12 @@ def test_healthy_runs_have_next_to_no_verdicts(place):
         report = reported(run.url, place.double.environment())
         place.double.forget(f"{run.name}/")
         assert [len(report["saves"]), len(report["loads"])] == [3, 1]
-        found += [(one["subject"], one["phase"], one["cause"], one["text"]) for of in ("saves", "loads")
-                  for operation in report[of] for one in operation["verdicts"]]
+        found += [
+            (one["subject"], one["phase"], one["cause"], one["text"])
+            for of in ("saves", "loads")
+            for operation in report[of]
+            for one in operation["verdicts"]
+        ]
     print(f"{len(found)} verdicts about {HEALTHY_RUNS} runs: {found}")
     assert len(found) <= max(0, HEALTHY_RUNS // 100), found
 
@@ -357,13 +366,12 @@ def test_a_machine_whose_link_has_a_tenth_of_the_rate(machines):
         double = S3Double(WORLD, f"{net}.1")
         ends.callback(double.close)
         enters = [
-            ["ip", "netns", "exec", f"{name}m{rank // each}", "unshare", "--uts", "sh", "-c"]
-            + [f'hostname node-{rank // each}; exec "$@"', "sh"]
-            for rank in range(WORLD)
+            f"ip netns exec {name}m{at} unshare --uts sh -c 'hostname node-{at}; exec \"$@\"' sh"
+            for at in (rank // each for rank in range(WORLD))
         ]
         local = {"LOCAL_WORLD_SIZE": str(each)}
         environments = [{**double.environment(r), **local, "LOCAL_RANK": str(r % each)} for r in range(WORLD)]
-        job = Job(environments, enters, host=f"{net}.10")
+        job = Job(environments, list(map(shlex.split, enters)), host=f"{net}.10")
         ends.callback(job.close)
         for at in range(MACHINES):
             link(name, at, FAST)

@@ -35,3 +35,24 @@ impl Pulse {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn a_late_beat_tells_how_late_it_was() {
+        let gaps = Arc::new(Mutex::new(Vec::new()));
+        let told = Arc::clone(&gaps);
+        let pulse = Pulse::new(move |last, took| told.lock().unwrap().push((last, took)));
+        pulse.beat();
+        assert_eq!(*gaps.lock().unwrap(), []);
+        let before = Instant::now();
+        std::thread::sleep(GAP_MIN);
+        pulse.beat();
+        let found = gaps.lock().unwrap().clone();
+        assert!(matches!(found[..], [(last, took)] if last <= before && took >= GAP_MIN), "{found:?}");
+    }
+}

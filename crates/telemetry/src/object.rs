@@ -92,7 +92,8 @@ impl Collected {
         let phases: Vec<u32> = ranks.iter().flat_map(|rank| rank.phases_us).collect();
         let u32s = |of: fn(&Digest) -> u32| ranks.iter().map(|rank| of(rank)).collect::<Vec<u32>>();
         let u64s = |of: fn(&Digest) -> u64| ranks.iter().map(|rank| of(rank)).collect::<Vec<u64>>();
-        let (files, failures) = (u32s(|rank| rank.files), u32s(|rank| rank.failures));
+        let files = u32s(|rank| rank.files);
+        let failures: Vec<u32> = ranks.iter().flat_map(|rank| [rank.failures, rank.throttled]).collect();
         let (ended, paused) = (u64s(|rank| rank.ended_us), u64s(|rank| rank.paused_us));
         let mut texts = Texts::default();
         let failure: Vec<u32> = ranks.iter().map(|rank| texts.number(&rank.failure)).collect();
@@ -109,11 +110,10 @@ impl Collected {
         columns.add("local_rank", 1, &local_rank)?;
         columns.add("phases_us", Phase::ALL.len(), &phases)?;
         columns.add("files", 1, &files)?;
-        columns.add("failed", 1, &failures)?;
+        columns.add("failed", 2, &failures)?;
         columns.add("ended_us", 1, &ended)?;
         columns.add("paused_us", 1, &paused)?;
         columns.add("stalled_us", 1, &u32s(|rank| rank.stalled_us))?;
-        columns.add("throttled", 1, &u32s(|rank| rank.throttled))?;
         columns.add("awaited_us", 1, &u32s(|rank| rank.awaited_us))?;
         columns.add("held_up_us", 2, &ranks.iter().flat_map(|rank| rank.held_up_us).collect::<Vec<_>>())?;
         columns.add("count", classes, &sums().map(|sum| sum.count).collect::<Vec<_>>())?;
@@ -178,11 +178,10 @@ impl Collected {
         let (phases, phases_width) = columns.get::<u32>("phases_us", rows)?;
         let mut coordinates = coordinates(&columns, note("mesh")?, rows).map_err(corrupt)?;
         let (files, _) = columns.get::<u32>("files", rows)?;
-        let (failed, _) = columns.get::<u32>("failed", rows)?;
+        let (failed, failed_width) = columns.get::<u32>("failed", rows)?;
         let (ended, _) = columns.get::<u64>("ended_us", rows)?;
         let (paused, _) = columns.get::<u64>("paused_us", rows)?;
         let (stalled, _) = columns.get::<u32>("stalled_us", rows)?;
-        let (throttled, _) = columns.get::<u32>("throttled", rows)?;
         let (awaited, _) = columns.get::<u32>("awaited_us", rows)?;
         let (held_up, held_up_width) = columns.get::<u32>("held_up_us", rows)?;
         let (count, count_width) = columns.get::<u32>("count", rows)?;
@@ -193,8 +192,17 @@ impl Collected {
         let (failure, _) = columns.get::<u32>("failure", rows)?;
         let (slowest, _) = columns.get::<u32>("slowest", rows)?;
         let (classes, durations) = (Class::ALL.len(), BOUNDS_US.len() + 1);
-        let widths = [phases_width, count_width, bytes_width, busy_width, longest_width, durations_width, held_up_width];
-        let expected = [Phase::ALL.len(), classes, classes, classes, classes, classes * durations, 2];
+        let widths = [
+            phases_width,
+            count_width,
+            bytes_width,
+            busy_width,
+            longest_width,
+            durations_width,
+            held_up_width,
+            failed_width,
+        ];
+        let expected = [Phase::ALL.len(), classes, classes, classes, classes, classes * durations, 2, 2];
         if widths != expected {
             return Err(corrupt(format!("expected rows of {expected:?} numbers, found {widths:?}")));
         }
@@ -220,8 +228,8 @@ impl Collected {
                 files: files[rank],
                 ended_us: ended[rank],
                 failure: text(failure[rank]),
-                failures: failed[rank],
-                throttled: throttled[rank],
+                failures: failed[2 * rank],
+                throttled: failed[2 * rank + 1],
                 paused_us: paused[rank],
                 stalled_us: stalled[rank],
                 awaited_us: awaited[rank],

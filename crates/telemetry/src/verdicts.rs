@@ -24,7 +24,8 @@ const LOST_SHARE: f64 = 0.2;
 /// Factor by which a rank must exceed the median rank.
 const FACTOR: f64 = 1.5;
 
-/// Least share of the operation that a commit must take to be called slow: it waits for the storage a few times.
+/// Least share of the operation that a commit, or the ends of objects one by one, must take to be called slow: a commit
+/// waits for the storage a few times.
 const COMMIT_SHARE: f64 = 0.4;
 
 /// Bytes beyond those of the median rank from which a rank is said to have moved more.
@@ -43,7 +44,7 @@ const SMALL_MIN: u64 = 100;
 const JOINED_RANKS_MIN: usize = 4;
 
 /// Deviation from evenly spaced ends, as a share of their spread, up to which the storage ended objects one by one.
-const JOINED_SHARE: f64 = 0.15;
+const JOINED_SHARE: f64 = 0.1;
 
 /// Finding about one save or load.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -144,7 +145,7 @@ pub(crate) fn verdicts(collected: &Collected) -> Vec<Verdict> {
     }
     staging_memory(collected, least_ms, &mut found);
     everywhere(collected, total_ms, least_ms, &mut found);
-    joined_one_by_one(collected, least_ms, &mut found);
+    joined_one_by_one(collected, total_ms, &mut found);
     let is_explained: Vec<bool> = (0..found.len()).map(|at| is_explained(&found, at)).collect();
     let mut is_explained = is_explained.into_iter();
     found.retain(|_| is_explained.next() == Some(false));
@@ -159,6 +160,10 @@ fn is_explained(found: &[Verdict], at: usize) -> bool {
         let failed = |verdict: &Verdict| matches!(verdict.cause, "failed" | "missing");
         if other == at || failed(one) || failed(by) {
             return false;
+        }
+        // Rank 0 also looks at each object before it commits.
+        if (by.cause, one.cause) == ("small_objects", "serial_tail") {
+            return true;
         }
         if by.subject != one.subject {
             return by.subject == "all ranks" && (by.phase, by.cause) == (one.phase, one.cause);
@@ -354,23 +359,26 @@ fn full(said: &Digest) -> String {
 
 /// Finds ranks whose program waited while the copy of its state had no staging memory.
 fn staging_memory(collected: &Collected, least_ms: f64, found: &mut Vec<Verdict>) {
-    let ms = |rank: usize| {
-        let said = collected.ranks[rank].as_ref();
-        said.map_or(0.0, |said| f64::from(said.awaited_us.min(said.stalled_us)) / 1e3)
+    let ms = |said: &Digest| {
+        // Writes free no memory while the process does not run.
+        let held_ms = held_up_ms(said, (0, said.phases_us[Phase::Staged as usize]));
+        f64::from(said.awaited_us.min(said.stalled_us)) / 1e3 - held_ms
     };
-    let waited: Vec<usize> = (0..collected.ranks.len()).filter(|&rank| ms(rank) > least_ms).collect();
-    let Some(&worst) = waited.iter().max_by(|&&a, &&b| ms(a).total_cmp(&ms(b))) else { return };
+    let of = |rank: usize| collected.ranks[rank].as_ref().map_or(0.0, ms);
+    let waited: Vec<usize> = (0..collected.ranks.len()).filter(|&rank| of(rank) > least_ms).collect();
+    let Some(&worst) = waited.iter().max_by(|&&a, &&b| of(a).total_cmp(&of(b))) else { return };
     let text = collected.ranks[worst].as_ref().map(full).unwrap_or_default();
-    found.push(verdict(collected, &waited, "copy", "staging_memory", ms(worst), text));
+    found.push(verdict(collected, &waited, "copy", "staging_memory", of(worst), text));
 }
 
 /// Finds objects that the storage ended one by one: the ranks' longest operations on names end at even distances.
-fn joined_one_by_one(collected: &Collected, least_ms: f64, found: &mut Vec<Verdict>) {
+fn joined_one_by_one(collected: &Collected, total_ms: f64, found: &mut Vec<Verdict>) {
     let longest = |said: &Digest| f64::from(said.sums[Class::Names as usize].longest_us) / 1e3;
     let mut ends: Vec<f64> = collected.said().map(longest).collect();
     ends.sort_by(f64::total_cmp);
     let (Some(&first), Some(&last)) = (ends.first(), ends.last()) else { return };
     let spread_ms = last - first;
+    let least_ms = (COMMIT_SHARE * total_ms).max(2.0 * LOST_MIN.as_secs_f64() * 1e3);
     if collected.verb != Verb::Save || ends.len() < JOINED_RANKS_MIN || spread_ms < least_ms {
         return;
     }
@@ -380,7 +388,8 @@ fn joined_one_by_one(collected: &Collected, least_ms: f64, found: &mut Vec<Verdi
         return;
     }
     let (first, last) = (said_ms(first), said_ms(last));
-    let text = format!("the storage ended objects one by one: the first rank's after {first}, the last one's after {last}");
+    let text =
+        format!("the storage ended objects one by one: the first rank's after {first}, the last one's after {last}");
     // Ranks are slow there by their places in the row.
     found.retain(|verdict| verdict.phase != "write" || verdict.cause != "storage");
     found.push(of_all("write", "serial_tail", spread_ms, text));
@@ -439,7 +448,10 @@ fn everywhere(collected: &Collected, total_ms: f64, least_ms: f64, found: &mut V
     };
     let (small, ranks) = (sum(classes.0), collected.said().count().max(1));
     let busy_ms = small.busy_us as f64 / 1e3 / ranks as f64;
-    if u64::from(small.count) >= SMALL_MIN * ranks as u64 && busy_ms > least_ms.max(0.3 * total_ms) {
+    let until_commit_ms = total_ms - took("commit");
+    if u64::from(small.count) >= SMALL_MIN * ranks as u64
+        && busy_ms > (LOST_MIN.as_secs_f64() * 1e3).max(0.3 * until_commit_ms)
+    {
         let mean = small.bytes as f64 / f64::from(small.count.max(1));
         let text = format!(
             "{} operations of {} took {} of requests on each rank: fewer keys, or larger units",
@@ -759,6 +771,59 @@ pub(crate) mod tests {
         let found = &verdicts(&collected)[0];
         assert_eq!(found.cause, "retries");
         assert!(found.text.contains("28 failures"), "{}", found.text);
+        for rank in collected.ranks.iter_mut().flatten() {
+            rank.throttled = 6;
+        }
+        assert_eq!(verdicts(&collected)[0].cause, "throttled");
+    }
+
+    #[test]
+    fn a_process_that_did_not_run_is_found_where_it_stood_still() {
+        let found = (0..20).filter(|&seed| {
+            let mut dice = Dice(4000 + seed);
+            let mut ranks = healthy(&mut dice, 8);
+            let (slow, at): (usize, f64) = (seed as usize % 8, [90.0, 250.0, 1e9][seed as usize % 3]);
+            ranks[slow].write += 300.0;
+            (ranks[slow].longest, ranks[slow].copy) = (300.0, 80.0);
+            let mut collected = save(&mut dice, ranks, 0.0);
+            let said = collected.ranks[slow].as_mut().unwrap();
+            let committed = f64::from(said.phases_us[Phase::Committed as usize]) / 1e3;
+            said.held_up_us = [(at.min(committed - 151.0) * 1e3) as u32, 300_000];
+            let phase = if at < 1e9 { "write" } else { "commit" };
+            first(&collected) == (format!("rank {slow}"), phase, "held_up")
+        });
+        assert!(found.count() >= 19);
+    }
+
+    #[test]
+    fn a_copy_without_memory_is_told_if_the_program_waited_for_it() {
+        let mut dice = Dice(11);
+        let ranks = healthy(&mut dice, 8);
+        let mut collected = save(&mut dice, ranks, 0.0);
+        for said in collected.ranks.iter_mut().flatten() {
+            said.awaited_us = 400_000;
+        }
+        assert_eq!(verdicts(&collected), []);
+        for said in collected.ranks.iter_mut().flatten() {
+            said.stalled_us = 350_000;
+        }
+        assert_eq!(first(&collected), ("all ranks".to_owned(), "copy", "staging_memory"));
+    }
+
+    #[test]
+    fn objects_that_end_one_by_one_are_told_of_all_ranks() {
+        let mut dice = Dice(12);
+        let ranks = healthy(&mut dice, 8);
+        let mut collected = save(&mut dice, ranks, 0.0);
+        let set = |collected: &mut Collected, us: fn(u32) -> u32| {
+            for (rank, said) in (0..).zip(collected.ranks.iter_mut().flatten()) {
+                said.sums[Class::Names as usize].longest_us = us(rank * 5 % 8);
+            }
+        };
+        set(&mut collected, |place| 100_000 * (place + 1));
+        assert_eq!(first(&collected), ("all ranks".to_owned(), "write", "serial_tail"));
+        set(&mut collected, |place| if place == 7 { 800_000 } else { 100_000 });
+        assert_eq!(verdicts(&collected), []);
     }
 
     #[test]

@@ -184,38 +184,14 @@ impl Collected {
         let (stalled, _) = columns.get::<u32>("stalled_us", rows)?;
         let (awaited, _) = columns.get::<u32>("awaited_us", rows)?;
         let (held_up, held_up_width) = columns.get::<u32>("held_up_us", rows)?;
-        let (count, count_width) = columns.get::<u32>("count", rows)?;
-        let (moved, bytes_width) = columns.get::<u64>("bytes", rows)?;
-        let (busy, busy_width) = columns.get::<u64>("busy_us", rows)?;
-        let (longest, longest_width) = columns.get::<u32>("longest_us", rows)?;
-        let (by_duration, durations_width) = columns.get::<u16>("by_duration", rows)?;
+        let sums = sums(&columns, rows)?
+            .ok_or_else(|| corrupt("sums: expected one for each kind, found others".to_owned()))?;
         let (failure, _) = columns.get::<u32>("failure", rows)?;
         let (slowest, _) = columns.get::<u32>("slowest", rows)?;
-        let (classes, durations) = (Class::ALL.len(), BOUNDS_US.len() + 1);
-        let widths = [
-            phases_width,
-            count_width,
-            bytes_width,
-            busy_width,
-            longest_width,
-            durations_width,
-            held_up_width,
-            failed_width,
-        ];
-        let expected = [Phase::ALL.len(), classes, classes, classes, classes, classes * durations, 2, 2];
+        let (widths, expected) = ([phases_width, held_up_width, failed_width], [Phase::ALL.len(), 2, 2]);
         if widths != expected {
             return Err(corrupt(format!("expected rows of {expected:?} numbers, found {widths:?}")));
         }
-        let sum = |rank: usize, class: usize| {
-            let at = rank * classes + class;
-            Sum {
-                count: count[at],
-                bytes: moved[at],
-                busy_us: busy[at],
-                longest_us: longest[at],
-                by_duration: std::array::from_fn(|i| by_duration[at * durations + i]),
-            }
-        };
         let digest = |rank: usize| {
             (said[rank] != 0).then(|| Digest {
                 place: Place {
@@ -224,7 +200,7 @@ impl Collected {
                     coordinates: std::mem::take(&mut coordinates[rank]),
                 },
                 phases_us: std::array::from_fn(|i| phases[rank * Phase::ALL.len() + i]),
-                sums: std::array::from_fn(|class| sum(rank, class)),
+                sums: sums[rank],
                 files: files[rank],
                 ended_us: ended[rank],
                 failure: text(failure[rank]),
@@ -265,6 +241,30 @@ impl Collected {
     pub(crate) fn said(&self) -> impl Iterator<Item = &Digest> {
         self.ranks.iter().flatten()
     }
+}
+
+/// Returns the sums of all ranks; `None` if columns have others than one for each kind of operation.
+fn sums(columns: &Columns, rows: usize) -> Result<Option<Vec<[Sum; Class::ALL.len()]>>> {
+    let (count, count_width) = columns.get::<u32>("count", rows)?;
+    let (moved, bytes_width) = columns.get::<u64>("bytes", rows)?;
+    let (busy, busy_width) = columns.get::<u64>("busy_us", rows)?;
+    let (longest, longest_width) = columns.get::<u32>("longest_us", rows)?;
+    let (by_duration, durations_width) = columns.get::<u16>("by_duration", rows)?;
+    let (classes, durations) = (Class::ALL.len(), BOUNDS_US.len() + 1);
+    if [count_width, bytes_width, busy_width, longest_width] != [classes; 4] || durations_width != classes * durations {
+        return Ok(None);
+    }
+    let sum = |rank: usize, class: usize| {
+        let at = rank * classes + class;
+        Sum {
+            count: count[at],
+            bytes: moved[at],
+            busy_us: busy[at],
+            longest_us: longest[at],
+            by_duration: std::array::from_fn(|i| by_duration[at * durations + i]),
+        }
+    };
+    Ok(Some((0..rows).map(|rank| std::array::from_fn(|class| sum(rank, class))).collect()))
 }
 
 /// Returns the coordinates of all ranks, given the note that names the dimensions, or what is wrong with them.

@@ -101,8 +101,8 @@ pub enum Event<'a> {
         /// Time that it waited.
         took: Duration,
     },
-    /// A copy into staging memory has waited for some of it that writes still used. Saves whose program waits for all of
-    /// it do not say so: they copy as fast as the storage takes it.
+    /// A copy into staging memory has waited for some of it that writes still used. A save whose program waits for its
+    /// end emits none: it copies as fast as the storage takes it.
     AwaitedMemory {
         /// Time that it waited.
         took: Duration,

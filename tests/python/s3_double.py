@@ -33,12 +33,16 @@ class Request(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """An object."""
+    """An object, in the parts in which it came: the service copies none of them to complete an upload."""
 
-    data: bytes
+    parts: tuple[bytes, ...]
     etag: str
     token: str | None
     modified: float
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.parts))
 
 
 class Answer(NamedTuple):
@@ -104,16 +108,15 @@ class S3Double:
         if request.kind == "uploads":
             return Answer(200, b"<ListMultipartUploadsResult></ListMultipartUploadsResult>")
         said, directories = [], set()
-        for name, stored in sorted(self.objects.items()):
-            if not name.startswith(request.name):
-                continue
+        for name in sorted(name for name in self.objects if name.startswith(request.name)):
+            stored = self.objects[name]
             rest = name[len(request.name) :]
             if delimiter and delimiter in rest:
                 directories.add(request.name + rest.split(delimiter)[0] + delimiter)
                 continue
             modified = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(stored.modified))
             said.append(
-                f"<Contents><Key>{escape(name)}</Key><Size>{len(stored.data)}</Size>"
+                f"<Contents><Key>{escape(name)}</Key><Size>{stored.size}</Size>"
                 f"<LastModified>{modified}</LastModified><ETag>{escape(stored.etag)}</ETag></Contents>"
             )
         said += [f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in sorted(directories)]
@@ -128,14 +131,15 @@ class S3Double:
         if stored.token is not None:
             headers.append(("x-amz-meta-shardfasttoken", stored.token))
         if request.kind == "head":
-            return Answer(200, b"", (*headers, ("content-length", str(len(stored.data)))))
+            return Answer(200, b"", (*headers, ("content-length", str(stored.size))))
+        data = stored.parts[0] if len(stored.parts) == 1 else b"".join(stored.parts)
         if asked is None:
-            return Answer(200, stored.data, tuple(headers))
+            return Answer(200, data, tuple(headers))
         first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
-        if first >= len(stored.data):
+        if first >= len(data):
             return refused(416, "InvalidRange")
-        body = stored.data[first : last + 1]
-        headers.append(("content-range", f"bytes {first}-{first + len(body) - 1}/{len(stored.data)}"))
+        body = data[first : last + 1]
+        headers.append(("content-range", f"bytes {first}-{first + len(body) - 1}/{len(data)}"))
         return Answer(206, body, tuple(headers))
 
     def _changed(self, request: Request, query: dict[str, str], headers: "_Headers", body: bytes) -> Answer:
@@ -149,7 +153,7 @@ class S3Double:
             return Answer(200, b"", (("etag", etag),))
         if request.kind == "complete":
             parts = self._uploads.pop(upload)
-            self.objects[request.name] = Stored(b"".join(parts[n] for n in sorted(parts)), etag, None, time.time())
+            self.objects[request.name] = Stored(tuple(parts[n] for n in sorted(parts)), etag, None, time.time())
             text = f"<CompleteMultipartUploadResult><ETag>{escape(etag)}</ETag></CompleteMultipartUploadResult>"
             return Answer(200, text.encode())
         if request.kind == "abort":
@@ -162,7 +166,7 @@ class S3Double:
             return Answer(200, b"<DeleteResult></DeleteResult>") if body else Answer(204)
         if request.kind == "create" and request.name in self.objects:
             return refused(412, "PreconditionFailed")
-        self.objects[request.name] = Stored(body, etag, headers.get("x-amz-meta-shardfasttoken"), time.time())
+        self.objects[request.name] = Stored((body,), etag, headers.get("x-amz-meta-shardfasttoken"), time.time())
         return Answer(200, b"", (("etag", etag),))
 
 

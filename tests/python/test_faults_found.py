@@ -65,6 +65,7 @@ class Run:
         self.step = 0
 
     def save(self, fault: Callable[[Request], Answer | None] | None = None) -> None:
+        self.place.double.forget(f"{self.name}/step-{self.step:08}/")  # for the memory of this process
         self.step += 1
         self._do("save", fault)
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests with what receives metrics, tests/receivers: Debian's Prometheus and Alertmanager, whose packages are
-# unpacked in target/receivers and not installed. Arguments are pytest's.
+# Runs the tests with what receives metrics and traces, tests/receivers: Debian's Prometheus and Alertmanager, whose
+# packages are unpacked in target/receivers and not installed, and a collector of OpenTelemetry's that Go builds there
+# from tests/receivers/collector. Arguments are pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,5 +25,17 @@ if ! is_stamped "$at" packages "${packages[*]} ${versions[*]}"; then
         rm "$at/${packages[i]}"_*.deb
     done
     echo "${packages[*]} ${versions[*]}" >"$at/packages.stamp"
+fi
+
+readonly collector=tests/receivers/collector
+built=$(cat "$collector"/{main.go,go.mod,go.sum} | digest)
+if ! is_stamped "$at" collector "$built"; then
+    command -v go >/dev/null || {
+        echo "receivers: go is missing: it builds the collector of $collector" >&2
+        exit 1
+    }
+    echo "receivers: building the collector of $collector"
+    go build -C "$collector" -trimpath -buildvcs=false -mod=readonly -o "$at/collector" .
+    echo "$built" >"$at/collector.stamp"
 fi
 exec .venv/bin/pytest --quiet "${@:-tests/receivers}"

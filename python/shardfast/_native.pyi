@@ -45,6 +45,7 @@ __all__ = [
     "interpreter_ends",
     "mean_time_between_failures",
     "newest",
+    "note_end",
     "open",
     "save",
     "step_url",
@@ -470,6 +471,9 @@ def decode(data: bytes) -> object:
 
 def flush(timeout_s: float) -> None:
     """Waits until what this process exports is sent, for at most that long."""
+
+def note_end(url: str, timeout_s: float) -> None:
+    """Notes beside the records of a run that its job has ended; waits for at most that long. Never raises for it."""
 
 def interpreter_ends() -> None:
     """The interpreter is about to end: the engine's threads do not ask it to give back tensors any more."""

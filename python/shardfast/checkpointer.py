@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -512,8 +513,12 @@ class Checkpointer:
 
     @_one_at_a_time
     def close(self) -> None:
-        """Waits until every save is durable. Raises what failed. Afterwards the checkpointer cannot save."""
-        self._closed = True
+        """Waits until every save is durable. Raises what failed. Afterwards the checkpointer cannot save.
+
+        Unless an exception is on its way, the run counts as ended: ``shardfast watch`` expects no more saves of it,
+        until there is a newer one.
+        """
+        was_closed, self._closed = self._closed, True
         self.capture.release("this checkpointer is closed")
         newest = [pending for pending, _ in self._running][-1:]
         try:
@@ -522,6 +527,8 @@ class Checkpointer:
             self._background.shutdown()
             for pending in newest:
                 pending.over(REST_S)
+        if self._is_root and self._made and not was_closed and sys.exc_info()[0] is None:
+            native.note_end(self.url, REST_S)
 
     def __enter__(self) -> Checkpointer:
         return self

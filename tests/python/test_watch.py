@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import shardfast as sf
 from nets import net
+from ports import free_ports
 
 COMMAND = Path(sys.executable).with_name("shardfast")
 SILENT = ["--room", "0"]
@@ -136,6 +138,131 @@ def test_a_run_that_is_away_for_a_while_is_said_once(tmp_path):
         assert "firing failed" in watch.stdout.readline()
         watch.send_signal(signal.SIGINT)
         assert watch.communicate(timeout=60)[1] == ""
+
+
+JOB = """
+import sys, torch, shardfast as sf
+run, state = sys.argv[1], {"model": torch.nn.Linear(4, 4)}
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        sf.save(f"{run}/step-{int(line):08}", state, step=int(line))
+        print("saved", flush=True)
+    except sf.Conflict:
+        print("failed", flush=True)
+"""
+
+
+class Job:
+    """A training that serves what it does, and saves the step that it is given."""
+
+    def __init__(self, run):
+        self.run, self.port = run, free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self):
+        command = [sys.executable, "-c", JOB, str(self.run)]
+        environment = {**os.environ, "SHARDFAST_METRICS": f"127.0.0.1:{self.port}"}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+        assert self.process.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def saves(self, step):
+        self.process.stdin.write(f"{step}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+
+def test_one_look_at_a_job_says_what_fires_by_its_exit_code(tmp_path):
+    with Job(tmp_path / "run") as job:
+        assert job.saves(1) == "saved"
+        quiet = once(job.url, *SILENT)
+        assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+        assert json.loads(once(job.url, *SILENT, "--json").stdout) == {"url": job.url, "alerts": []}
+        assert job.saves(1) == "failed"
+        found = once(job.url, *SILENT)
+        assert found.returncode == 1
+        assert found.stdout.startswith(f"firing failed: step 1: {job.run}, seen from rank 0: the save failed: "), found
+        (alert,) = json.loads(once(job.url, *SILENT, "--json").stdout)["alerts"]
+        assert (alert["rule"], alert["subject"], alert["step"]) == ("failed", str(job.run), 1)
+        assert job.saves(2) == "saved"
+        until = time.monotonic() + 60
+        while "firing room: " not in (found := once(job.url, "--room", "1e15")).stdout:
+            assert time.monotonic() < until, found  # a thread that nobody waits for has looked for room
+            time.sleep(0.05)
+    gone = once(job.url)
+    assert gone.returncode == 1 and gone.stdout.startswith("firing silent: the job does not answer: http://127"), gone
+    assert once("http://127.0.0.1").returncode == once("https://127.0.0.1:9").returncode == 2
+
+
+def test_a_watch_of_a_job_says_each_begin_and_end_once(tmp_path):
+    run = tmp_path / "run"
+    with Job(run) as job:
+        job.saves(1)
+        with watching(job.url) as watch:
+            assert job.saves(1) == "failed"
+            assert " UTC firing failed: step 1: " in watch.stdout.readline()
+            time.sleep(0.3)
+            job.saves(2)
+            assert " UTC resolved failed: step 1: " in watch.stdout.readline()
+            job.process.send_signal(signal.SIGKILL)
+            line = watch.stdout.readline()
+            assert " UTC firing silent: the job has not answered for " in line and "Connection refused" in line, line
+            job.process.wait()
+            with socket.create_server(("127.0.0.1", job.port)) as server:  # not a job's answer
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]")
+                assert "expected what a training's rank tells" in watch.stderr.readline()
+
+
+def rank_that_dies(rank, world, run, port):
+    """Saves; rank 1 then stops itself, and rank 0 looks at the job."""
+    os.environ["SHARDFAST_METRICS"] = f"127.0.0.1:{port}"
+    sf.save(f"{run}/step-00000001", {"model": net()})
+    if rank == 1:
+        time.sleep(1)
+        parent = os.getpid()
+        if os.fork() == 0:
+            time.sleep(8)
+            os.kill(parent, signal.SIGCONT)
+            os._exit(0)
+        os.kill(parent, signal.SIGSTOP)
+        return None
+    assert once(f"http://127.0.0.1:{port}", *SILENT).stdout == ""
+    time.sleep(2)
+    return once(f"http://127.0.0.1:{port}", *SILENT).stdout
+
+
+def test_a_rank_that_does_not_answer_is_an_alert(ranks, tmp_path):
+    said, _ = ranks(2)(rank_that_dies, str(tmp_path / "run"), free_ports(2))
+    assert said == "firing silent_ranks: rank 1 does not answer: no answer within 1 s\n"
+
+
+def ends(run):
+    return list((run / ".telemetry").glob("*-end.json"))
+
+
+def test_a_run_whose_job_has_ended_says_so_and_one_that_failed_does_not(tmp_path):
+    saves(tmp_path / "ended", [1, 2])
+    (note,) = ends(tmp_path / "ended")
+    found = json.loads(note.read_text())
+    assert abs(found["ended_unix_ms"] / 1000 - time.time()) < 60 and note.name == f"{found['ended_unix_ms']}-end.json"
+    with pytest.raises(ZeroDivisionError), sf.Checkpointer(tmp_path / "failed", every=sf.steps(1)) as ckpt:
+        ckpt.step(1, {"model": net()})
+        raise ZeroDivisionError
+    ckpt = sf.Checkpointer(tmp_path / "failed")
+    ckpt.close()
+    assert ends(tmp_path / "failed") == [], "an error, and a checkpointer that has saved nothing"
+    assert json.loads(subprocess.check_output([COMMAND, "report", tmp_path / "ended", "--json"]))["unreadable"] == []
 
 
 def told(place, number):

@@ -1,4 +1,4 @@
-"""Tests with what receives metrics, which scripts/receivers.sh unpacks; elsewhere none is collected."""
+"""Tests with what receives metrics and traces, which scripts/receivers.sh makes; elsewhere none is collected."""
 
 import importlib.util
 import sys

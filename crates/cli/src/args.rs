@@ -168,7 +168,7 @@ pub(crate) enum Command {
         #[arg(long)]
         once: bool,
     },
-    /// Say when saves of a run fail, slow down or stay away, and when that is over
+    /// Say when saves of a run or of a job fail, slow down or stay away, and when that is over
     #[command(after_help = EXIT_CODES)]
     Watch(Watching),
     /// Move the steps of a run behind one out of its way, to a run of their own below it; deletes nothing
@@ -216,10 +216,11 @@ pub(crate) enum Command {
     },
 }
 
-/// A run that is watched.
+/// A run or a job that is watched.
 #[derive(Debug, Args)]
 pub(crate) struct Watching {
-    /// Path or URL of a run
+    /// http://host:port of rank 0, as SHARDFAST_METRICS says it; or a run
+    #[arg(value_name = "http://HOST:PORT|URL")]
     pub(crate) url: String,
     /// Command for the shell, run for each alert that begins or is over, with SHARDFAST_ALERT, SHARDFAST_ALERT_STATE
     /// (firing or resolved), SHARDFAST_ALERT_SUBJECT, SHARDFAST_ALERT_STEP, SHARDFAST_ALERT_TEXT and
@@ -242,7 +243,7 @@ pub(crate) struct Watching {
     /// Usual intervals between two saves after which a durable checkpoint is overdue, at least 1
     #[arg(long, value_name = "INTERVALS", default_value_t = 3.0, allow_hyphen_values = true)]
     pub(crate) overdue: f64,
-    /// Saves in a row in which the same rank, machine or coordinate is slow
+    /// Saves in a row in which the same rank, machine or coordinate is slow; a job does not tell it
     #[arg(long, value_name = "SAVES", default_value_t = 3)]
     pub(crate) slow: usize,
     /// Saves that must have room in the storage

@@ -4,6 +4,9 @@ use std::borrow::Cow;
 use std::fmt::Write;
 use std::ops::Range;
 
+/// Columns by which what follows of a broken line is indented.
+const HANGING: usize = 4;
+
 /// Formats a size: `17 B`, `1.5 KiB`, `12.3 GiB`.
 pub(crate) fn size(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
@@ -96,6 +99,64 @@ pub(crate) fn plain(text: &str) -> Cow<'_, str> {
 /// Returns text of several lines without other control characters.
 pub(crate) fn plain_lines(text: &str) -> String {
     escaped(text, |c| c == '\n')
+}
+
+/// Breaks lines that are wider than a terminal of that many columns: between words, but not behind a number, which
+/// stays with its unit. Lines that follow are indented; a word that is wider than a line is broken anywhere.
+pub(crate) fn wrapped(text: &str, columns: usize) -> String {
+    let width = |text: &str| text.chars().map(cells).sum::<usize>();
+    let mut out = String::with_capacity(text.len());
+    for line in text.lines() {
+        let line = line.trim_end_matches(' ');
+        let words = line.trim_start_matches(' ');
+        let lead = if line.len() - words.len() < columns { line.len() - words.len() } else { 0 };
+        let indent = if lead + HANGING < columns / 2 { lead.max(HANGING) } else { 0 };
+        let mut at = lead;
+        out.extend(std::iter::repeat_n(' ', lead));
+        for (gap, piece) in pieces(words) {
+            if at + gap + width(piece) <= columns {
+                out.extend(std::iter::repeat_n(' ', gap));
+                at += gap;
+            } else if at > indent {
+                out.push('\n');
+                out.extend(std::iter::repeat_n(' ', indent));
+                at = indent;
+            }
+            for c in piece.chars() {
+                if at + cells(c) > columns {
+                    out.push('\n');
+                    at = 0;
+                }
+                out.push(c);
+                at += cells(c);
+            }
+        }
+        out.push('\n');
+    }
+    out
+}
+
+/// Returns the pieces between which a line may be broken, each with the number of spaces in front of it.
+fn pieces(line: &str) -> Vec<(usize, &str)> {
+    let mut found: Vec<(usize, Range<usize>)> = Vec::new();
+    let (mut at, mut is_number) = (0, false);
+    while at < line.len() {
+        let word = line[at..].trim_start_matches(' ');
+        let start = line.len() - word.len();
+        let end = start + word.find(' ').unwrap_or(word.len());
+        match found.last_mut() {
+            Some((_, last)) if is_number && start - at == 1 => last.end = end,
+            _ => found.push((start - at, start..end)),
+        }
+        is_number = word.starts_with(|c: char| c.is_ascii_digit());
+        at = end;
+    }
+    found.into_iter().map(|(gap, piece)| (gap, &line[piece])).collect()
+}
+
+/// Returns the columns that a character takes at most.
+fn cells(c: char) -> usize {
+    if c < '\u{1100}' { 1 } else { 2 }
 }
 
 fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> String {
@@ -200,6 +261,22 @@ mod tests {
         assert_eq!(plain("a\x1b[31m\n\u{9b}b"), "a\\u{1b}[31m\\n\\u{9b}b");
         assert_eq!(plain("ünï"), "ünï");
         assert_eq!(plain_lines("a\nb\r"), "a\nb\\r");
+    }
+
+    #[test]
+    fn lines_are_broken_where_a_reader_would() {
+        let text = "run a: 3 saves of 12.0 GiB  1.9 GiB/s\n\n  rank 1  ok\n";
+        assert_eq!(wrapped(text, 80), text);
+        let narrow = "run a: 3 saves of\n    12.0 GiB\n    1.9 GiB/s\n\n  rank 1  ok\n";
+        assert_eq!(wrapped(text, 21), narrow, "a number stays with its unit");
+        assert_eq!(wrapped("s3://bucket/run", 6), "s3://b\nucket/\nrun\n");
+        assert_eq!(wrapped("日本語", 4), "日本\n語\n");
+        for columns in 1..90 {
+            let wrapped = wrapped(&format!("{text}  {}  ", "x".repeat(50)), columns);
+            assert!(wrapped.lines().all(|line| line.chars().count() <= columns), "{columns}: {wrapped}");
+            let letters = |text: &str| text.chars().filter(|c| !c.is_whitespace()).collect::<String>();
+            assert_eq!(letters(&wrapped), letters(&format!("{text}{}", "x".repeat(50))));
+        }
     }
 
     #[test]

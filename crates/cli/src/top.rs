@@ -5,14 +5,14 @@ use std::fmt::Write as _;
 use std::io::{IsTerminal, Write as _};
 use std::time::{Duration, Instant};
 
-use shardfast_engine::{Error, Result, Timeout};
-use shardfast_telemetry::ask;
+use shardfast_engine::{Result, Timeout};
 use shardfast_telemetry::live::{EndedNow, Frame, RunningNow};
+use shardfast_telemetry::{ask, job_address};
 
 use crate::FINE;
 use crate::outcome::{Outcome, outcome};
 use crate::report;
-use crate::text::{bar, count, date, duration, plain, ranks, size};
+use crate::text::{bar, count, date, duration, plain, ranks, size, wrapped};
 
 /// Time for which an answer may take.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
@@ -29,71 +29,80 @@ const ENDED_MAX: usize = 8;
 /// Largest and smallest width of a bar.
 const BAR: (usize, usize) = (40, 6);
 
+/// Columns of the name in front of a bar, and of the space and the brackets around its cells.
+const NAME: usize = 12;
+const BRACKETS: usize = 3;
+
 /// Saves and loads of a run that are shown.
 const OF_RUN_MAX: usize = 20;
 
 /// Shows what happens at `target`, `http://host:port` of a job or a run; once, or again after each `every` until the
 /// terminal's user ends it or the job has ended.
 pub(crate) fn run(target: &str, every: Duration, once: bool, timeout: &Timeout) -> Result<Outcome> {
-    let once = once || !std::io::stdout().is_terminal();
-    let address = address(target)?;
-    let (mut before, mut heard): (Option<Frame>, _) = (None, Instant::now());
+    let is_terminal = std::io::stdout().is_terminal();
+    let mut source = match job_address(target)? {
+        Some(address) => Source::Job { address, last: None, heard: Instant::now() },
+        None => Source::Run(target.to_owned()),
+    };
     loop {
         let (columns, rows) = terminal();
-        let shown = match address {
-            Some(address) => match ask(address, ANSWER_WITHIN) {
-                Ok(frame) => {
-                    heard = Instant::now();
-                    let text = frame_text(&frame, before.as_ref(), columns);
-                    let shown = outcome(text, &frame, FINE);
-                    before = Some(frame);
-                    shown
-                }
-                Err(error) => {
-                    let Some(last) = &before else { return Err(error) };
-                    let silent = duration(heard.elapsed().as_secs_f64());
-                    let note = format!("no answer for {silent}: {}\n", plain(&error.message));
-                    let shown = outcome(note + &frame_text(last, None, columns), last, FINE);
-                    if heard.elapsed() > GONE_AFTER {
-                        return Ok(shown);
-                    }
-                    shown
-                }
-            },
-            None => {
-                let (mut report, _) = shardfast_telemetry::report(target, None, None, timeout)?;
-                for operations in [&mut report.saves, &mut report.loads] {
-                    operations.drain(..operations.len().saturating_sub(OF_RUN_MAX));
-                }
-                outcome(report::text(&report), &report, FINE)
-            }
-        };
-        if once {
+        let (mut shown, is_over) = source.look(columns, timeout)?;
+        if is_terminal {
+            shown.text = wrapped(&shown.text, columns);
+        }
+        if once || !is_terminal {
             return Ok(shown);
         }
-        let lines: Vec<&str> = shown.text.lines().take(rows.saturating_sub(1)).collect();
+        // What is shown last is printed in whole, in the place of what was drawn before.
+        let drawn = if is_over { 0 } else { rows.saturating_sub(1) };
+        let lines: String = shown.text.lines().take(drawn).flat_map(|line| [line, "\n"]).collect();
         let mut stdout = std::io::stdout().lock();
-        let drawn = writeln!(stdout, "\x1b[H\x1b[J{}", lines.join("\n")).and_then(|()| stdout.flush());
-        drop(stdout);
-        if drawn.is_err() {
+        if write!(stdout, "\x1b[H\x1b[J{lines}").and_then(|()| stdout.flush()).is_err() {
             return Ok(outcome(String::new(), &(), FINE)); // the terminal is closed
+        }
+        drop(stdout);
+        if is_over {
+            return Ok(shown);
         }
         std::thread::sleep(every);
     }
 }
 
-/// Returns the address in `http://host:port`; `None` for a run.
-fn address(target: &str) -> Result<Option<&str>> {
-    if target.starts_with("https://") {
-        return Err(Error::invalid("expected http://host:port, found https: a job serves without TLS".to_owned()));
-    }
-    let Some(address) = target.strip_prefix("http://") else { return Ok(None) };
-    let address = address.split('/').next().unwrap_or_default();
-    match address.rsplit_once(':') {
-        Some((host, port)) if port.parse::<u16>().is_ok() && !host.contains('@') => Ok(Some(address)),
-        _ => Err(Error::invalid(
-            "expected http://host:port, as SHARDFAST_METRICS says them, found another http URL".to_owned(),
-        )),
+/// Source of what is shown.
+enum Source {
+    /// A job: its address, its last answer, and when that came.
+    Job { address: String, last: Option<Frame>, heard: Instant },
+    /// A run, by its URL.
+    Run(String),
+}
+
+impl Source {
+    /// Returns what is to be shown, and whether it is the last of it.
+    fn look(&mut self, columns: usize, timeout: &Timeout) -> Result<(Outcome, bool)> {
+        match self {
+            Source::Job { address, last, heard } => match (ask(address, ANSWER_WITHIN), &last) {
+                (Ok(frame), _) => {
+                    *heard = Instant::now();
+                    let shown = outcome(frame_text(&frame, last.as_ref(), columns), &frame, FINE);
+                    *last = Some(frame);
+                    Ok((shown, false))
+                }
+                (Err(error), None) => Err(error),
+                (Err(error), Some(last)) => {
+                    let silent = duration(heard.elapsed().as_secs_f64());
+                    let note = format!("no answer for {silent}: {}\n", plain(&error.message));
+                    let shown = outcome(note + &frame_text(last, None, columns), last, FINE);
+                    Ok((shown, heard.elapsed() > GONE_AFTER))
+                }
+            },
+            Source::Run(url) => {
+                let (mut report, _) = shardfast_telemetry::report(url, None, None, timeout)?;
+                for operations in [&mut report.saves, &mut report.loads] {
+                    operations.drain(..operations.len().saturating_sub(OF_RUN_MAX));
+                }
+                Ok((outcome(report::text(&report), &report, FINE), false))
+            }
+        }
     }
 }
 
@@ -209,12 +218,17 @@ fn phase(running: &RunningNow) -> &'static str {
     }
 }
 
+/// Adds a bar with its figures, which stand below it in a narrow terminal.
 fn row(out: &mut String, name: &str, done: u64, total: u64, rate: &str, columns: usize) {
     let share = if total == 0 { 0.0 } else { done as f64 / total as f64 };
-    let figures = format!(" {:>3.0} %  {} of {}{rate}", share * 100.0, size(done), size(total));
-    let room = columns.saturating_sub(figures.chars().count() + 15);
+    let figures = format!("{:>3.0} %  {} of {}{rate}", share * 100.0, size(done), size(total));
+    let width = figures.chars().count() + 1;
+    let (room, break_before) = match columns.saturating_sub(NAME + BRACKETS + width) {
+        room if room >= BAR.1 => (room, " "),
+        _ => (columns.saturating_sub(NAME + BRACKETS), "\n   "),
+    };
     let bar = if room < BAR.1 { String::new() } else { format!(" {}", bar(share, room.min(BAR.0))) };
-    let _ = writeln!(out, "  {name:<10}{bar}{figures}");
+    let _ = writeln!(out, "  {name:<10}{bar}{break_before}{figures}");
 }
 
 fn ended_text(out: &mut String, ended: &EndedNow) {
@@ -288,15 +302,15 @@ mod tests {
     }
 
     #[test]
-    fn a_narrow_terminal_has_no_bar() {
-        let text = frame_text(&frame(3000, 0), None, 30);
-        assert!(!text.contains('#') && text.contains("25 %"), "{text}");
-    }
-
-    #[test]
-    fn a_job_is_asked_over_http_alone() {
-        assert_eq!(address("http://127.0.0.1:9400/live").unwrap(), Some("127.0.0.1:9400"));
-        assert_eq!(address("runs/a").unwrap(), None);
-        assert!(address("https://a:1").is_err() && address("http://a").is_err());
+    fn a_narrow_terminal_has_the_figures_below_the_bar() {
+        for (columns, lines) in [
+            (60, &["  3 ranks    [#####..]  67 %  8.0 MiB of 12.0 MiB  1.0 MiB/s"][..]),
+            (40, &["  3 ranks    [#################........]", "    67 %  8.0 MiB of 12.0 MiB  1.0 MiB/s"]),
+            (20, &["  3 ranks", "    67 %  8.0 MiB of", "    12.0 MiB", "    1.0 MiB/s"]),
+        ] {
+            let text = wrapped(&frame_text(&frame(3000, 3 << 20), Some(&frame(1000, 1 << 20)), columns), columns);
+            assert!(text.contains(&format!("\n{}\n", lines.join("\n"))), "{text}");
+            assert!(text.lines().all(|line| line.chars().count() <= columns), "{text}");
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Watches a run, and prints each alert that fires or is resolved.
+//! Watches a run or a job, and prints each alert that fires or is resolved.
 
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::process::CommandExt;
@@ -52,7 +52,7 @@ pub(crate) fn once(asked: &Watching, timeout: &Timeout) -> Result<Firing> {
     for change in watcher.look(timeout)? {
         run(asked, &change);
     }
-    Ok(Firing { url: asked.url.clone(), alerts: watcher.firing().to_vec() })
+    Ok(Firing { url: asked.url.clone(), alerts: watcher.firing() })
 }
 
 /// Looks again and again, and prints a line for each alert that fires or is resolved. Returns when the output's reader

@@ -57,6 +57,18 @@ pub fn parse_record_name(name: &str) -> Option<u64> {
     (record_name(unix_ms, verb == "save", step) == name).then_some(step)
 }
 
+/// Returns the name in [`TELEMETRY`] of the note that the job of a run ended at that time, in milliseconds since 1970:
+/// `1700000000000-end.json`.
+pub fn end_name(unix_ms: u64) -> String {
+    format!("{unix_ms:0RECORD_TIME_DIGITS$}-end.json")
+}
+
+/// Returns whether a name is spelled exactly as by [`end_name`].
+pub fn is_end_name(name: &str) -> bool {
+    let unix_ms = name.strip_suffix("-end.json").and_then(|digits| digits.parse().ok());
+    unix_ms.is_some_and(|unix_ms| end_name(unix_ms) == name)
+}
+
 /// Returns the manifest's file name: `manifest-<attempt>`, so that two attempts never write the same file.
 pub fn manifest_name(attempt: &str) -> String {
     format!("{MANIFEST_PREFIX}{attempt}")
@@ -200,6 +212,18 @@ mod tests {
             assert_eq!(parse_step_dir(other), None, "{other:?}");
         }
         assert_eq!(parse_step_dir("step-99999999999999999999"), None);
+    }
+
+    #[test]
+    fn records_and_ends_of_a_run_are_told_apart() {
+        assert_eq!(record_name(1_700_000_000_000, true, 7), "1700000000000-save-00000007.safetensors");
+        assert_eq!(parse_record_name("1700000000000-load-00000007.safetensors"), Some(7));
+        assert_eq!(end_name(1_700_000_000_000), "1700000000000-end.json");
+        assert!(is_end_name("1700000000000-end.json") && is_end_name(&end_name(0)));
+        for other in ["", "-end.json", "1-end.json", "+700000000000-end.json", "1700000000000-end", "a-end.json"] {
+            assert!(!is_end_name(other), "{other:?}");
+        }
+        assert_eq!(parse_record_name(&end_name(0)), None);
     }
 
     #[test]

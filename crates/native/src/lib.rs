@@ -53,7 +53,7 @@ mod _native {
     #[pymodule_export]
     use crate::retention::Retention;
     #[pymodule_export]
-    use crate::session::{Place, Session, flush};
+    use crate::session::{Place, Session, flush, note_end};
     #[pymodule_export]
     use crate::values::{Tagged, Value, decode};
 

@@ -220,6 +220,14 @@ pub(crate) fn flush(py: Python<'_>, timeout_s: f64) -> PyResult<()> {
     Ok(())
 }
 
+/// Notes beside the records of a run that its job has ended; waits for at most that long.
+#[pyfunction]
+pub(crate) fn note_end(py: Python<'_>, url: &str, timeout_s: f64) -> PyResult<()> {
+    let timeout = seconds(timeout_s)?;
+    py.detach(|| shardfast_telemetry::note_end(url, timeout));
+    Ok(())
+}
+
 pub(crate) fn seconds(seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds).map_err(|error| invalid(format!("a time of {seconds} seconds: {error}")))
 }

@@ -1,4 +1,4 @@
-//! Decides from the records of a run's saves which alerts fire and which are resolved.
+//! Decides from the saves of a run which alerts fire and which are resolved.
 //!
 //! Pure rules: saves come in the order of time, moments carry the time and what else is known then. A rule compares a
 //! save with the median of those before it, so that it speaks only once there are some.
@@ -82,9 +82,9 @@ impl Rules {
 /// Condition of a run that an operator is told of, such as a failed save.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Alert {
-    /// Rule: `failed`, `cut_off`, `overdue`, `rate`, `stall`, `slow`, `room`.
+    /// Rule: `failed`, `cut_off`, `overdue`, `rate`, `stall`, `slow`, `room`; of a job also `silent`, `silent_ranks`.
     pub rule: &'static str,
-    /// Whom it concerns: `run`, or as in a verdict.
+    /// Subject: `run`, a step, or as in a verdict; of a job the URL of the run, or `job`.
     pub subject: String,
     /// Training step of the save that shows it, if one does.
     pub step: Option<u64>,
@@ -107,10 +107,51 @@ pub struct Change {
 pub(crate) struct Moment<'a> {
     /// Milliseconds since 1970.
     pub(crate) now_ms: u64,
-    /// Steps behind the newest committed one that have files and no commit, each with the time since when.
-    pub(crate) uncommitted: &'a [(u64, u64)],
+    /// Saves behind the newest committed one that have no commit: their steps, if known, each with the time since when.
+    pub(crate) uncommitted: &'a [(Option<u64>, u64)],
     /// Bytes that the storage can still take, if it tells.
     pub(crate) free_bytes: Option<u64>,
+    /// Bytes of a save of all ranks, where the saves do not say it.
+    pub(crate) save_bytes: Option<u64>,
+    /// Whether the run has ended, so that no more saves are expected.
+    pub(crate) has_ended: bool,
+}
+
+/// Save that has ended.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Saved<'a> {
+    /// Training step, if it is known.
+    pub(crate) step: Option<u64>,
+    /// Sentence about the failure, if it failed.
+    pub(crate) failure: Option<String>,
+    /// Time of the request, in milliseconds since 1970, if it is known.
+    pub(crate) began_unix_ms: Option<u64>,
+    /// Milliseconds until the state could change.
+    pub(crate) staged_ms: f64,
+    /// Milliseconds until the outcome, if they are known.
+    pub(crate) ended_ms: Option<f64>,
+    pub(crate) bytes: u64,
+    /// Verdicts on it, counted over the saves in a row.
+    pub(crate) verdicts: &'a [Verdict],
+}
+
+impl<'a> From<&'a Operation> for Saved<'a> {
+    fn from(save: &'a Operation) -> Saved<'a> {
+        let why = || {
+            let why = save.verdicts.iter().find(|verdict| verdict.cause == "failed");
+            let why = why.map_or_else(String::new, |verdict| format!(" on {}: {}", verdict.subject, verdict.text));
+            format!("the save failed{why}")
+        };
+        Saved {
+            step: Some(save.step),
+            failure: (save.outcome == "failed").then(why),
+            began_unix_ms: save.began_unix_ms,
+            staged_ms: save.staged_ms.unwrap_or(0.0),
+            ended_ms: save.ended_ms,
+            bytes: save.bytes,
+            verdicts: &save.verdicts,
+        }
+    }
 }
 
 /// Facts of a committed save that later ones are compared with.
@@ -146,21 +187,19 @@ impl Alerts {
         &self.firing
     }
 
-    /// Takes the next save that has ended and has a record; returns what began and what is over.
-    pub(crate) fn saved(&mut self, save: &Operation) -> Vec<Change> {
-        let step = Some(save.step);
-        if save.outcome == "failed" {
-            let why = save.verdicts.iter().find(|verdict| verdict.cause == "failed");
-            let why = why.map_or_else(String::new, |verdict| format!(" on {}: {}", verdict.subject, verdict.text));
-            return self.set("failed", run("failed", step, format!("the save failed{why}")));
+    /// Takes the next save that has ended; returns what began and what is over.
+    pub(crate) fn saved<'a>(&mut self, save: impl Into<Saved<'a>>) -> Vec<Change> {
+        let Saved { step, failure, began_unix_ms, staged_ms, ended_ms, bytes, verdicts } = save.into();
+        if let Some(failure) = failure {
+            return self.set("failed", run("failed", step, failure));
         }
-        let (Some(began), Some(ended_ms)) = (save.began_unix_ms, save.ended_ms) else { return Vec::new() };
-        let (durable_ms, staged_ms) = (began as f64 + ended_ms, save.staged_ms.unwrap_or(0.0));
-        let past = Past { durable_ms, ended_ms, staged_ms, bytes: save.bytes };
+        let (Some(began), Some(ended_ms)) = (began_unix_ms, ended_ms) else { return Vec::new() };
+        let durable_ms = began as f64 + ended_ms;
+        let past = Past { durable_ms, ended_ms, staged_ms, bytes };
         let mut changes = self.durable(durable_ms);
         changes.extend(self.set("rate", self.rate(&past, step)));
         changes.extend(self.set("stall", self.stall(&past, step)));
-        changes.extend(self.set("slow", self.slow(save)));
+        changes.extend(self.set("slow", self.slow(step, verdicts)));
         self.past.push_back(past);
         if self.past.len() > KEPT {
             self.past.pop_front();
@@ -184,17 +223,41 @@ impl Alerts {
         changes
     }
 
-    /// Replaces the alerts of a rule by those of now.
+    /// Takes whether the job answers; `silence` says for how long it has not, in milliseconds, if it ever has, and why.
+    pub(crate) fn answers(&mut self, silence: Option<(Option<f64>, &str)>) -> Vec<Change> {
+        let alert = silence.map(|(for_ms, why)| {
+            let text = match for_ms {
+                Some(ms) => format!("the job has not answered for {}, or has ended: {why}", said_time(ms)),
+                None => format!("the job does not answer: {why}"),
+            };
+            Alert { rule: "silent", subject: "job".to_owned(), step: None, text }
+        });
+        self.set("silent", alert.into_iter().collect())
+    }
+
+    /// Takes the ranks of a job that do not answer, each with the reason.
+    pub(crate) fn ranks_answer(&mut self, silent: &[(u32, String)]) -> Vec<Change> {
+        let alert = silent.first().map(|(rank, why)| {
+            let text = match silent.len() {
+                1 => format!("rank {rank} does not answer: {why}"),
+                many => format!("{many} ranks do not answer, the first is rank {rank}: {why}"),
+            };
+            Alert { rule: "silent_ranks", subject: "job".to_owned(), step: None, text }
+        });
+        self.set("silent_ranks", alert.into_iter().collect())
+    }
+
+    /// Replaces the alerts of a rule by those of now. One that goes on is no change, and has the numbers of now.
     fn set(&mut self, rule: &'static str, now: Vec<Alert>) -> Vec<Change> {
-        let is_in = |alerts: &[Alert], alert: &Alert| {
-            alerts.iter().any(|other| other.rule == alert.rule && other.subject == alert.subject)
-        };
-        let is_over = |alert: &Alert| alert.rule == rule && !is_in(&now, alert);
+        let is_same = |one: &Alert, other: &Alert| one.rule == other.rule && one.subject == other.subject;
+        let is_over = |alert: &Alert| alert.rule == rule && !now.iter().any(|other| is_same(alert, other));
         let over = self.firing.iter().filter(|alert| is_over(alert)).cloned();
         let mut changes: Vec<Change> = over.map(|alert| Change { state: "resolved", alert }).collect();
         self.firing.retain(|alert| !is_over(alert));
         for alert in now {
-            if !is_in(&self.firing, &alert) {
+            if let Some(known) = self.firing.iter_mut().find(|known| is_same(known, &alert)) {
+                *known = alert;
+            } else {
                 self.firing.push(alert.clone());
                 changes.push(Change { state: "firing", alert });
             }
@@ -225,7 +288,7 @@ impl Alerts {
         run("stall", step, format!("the state could change after {own}, more than {bound}"))
     }
 
-    fn slow(&self, save: &Operation) -> Vec<Alert> {
+    fn slow(&self, step: Option<u64>, verdicts: &[Verdict]) -> Vec<Alert> {
         let is_one = |verdict: &&Verdict| {
             verdict.subject != "all ranks" && !["failed", "missing", "serial_tail"].contains(&verdict.cause)
         };
@@ -234,9 +297,9 @@ impl Alerts {
             let place = verdict.place.as_ref().map_or_else(String::new, |place| format!(" ({place})"));
             let Verdict { subject, text, in_a_row, .. } = verdict;
             let text = format!("{subject}{place}: {text}; {in_a_row} times in a row");
-            Alert { rule: "slow", subject: subject.clone(), step: Some(save.step), text }
+            Alert { rule: "slow", subject: subject.clone(), step, text }
         };
-        save.verdicts.iter().filter(is_one).filter(is_slow).map(alert).collect()
+        verdicts.iter().filter(is_one).filter(is_slow).map(alert).collect()
     }
 
     fn overdue(&self, moment: &Moment<'_>) -> Vec<Alert> {
@@ -244,7 +307,7 @@ impl Alerts {
         let usual = median(times().zip(times().skip(1)).map(|(one, next)| next - one));
         let since = self.durable_ms.map_or(0.0, |durable| moment.now_ms as f64 - durable);
         let bound = (self.rules.overdue * usual).max(OVERDUE_MIN_MS);
-        if self.rules.overdue == 0.0 || self.past.len() < BEFORE_MIN || since <= bound {
+        if self.rules.overdue == 0.0 || moment.has_ended || self.past.len() < BEFORE_MIN || since <= bound {
             return Vec::new();
         }
         let (since, usual) = (said_time(since), said_time(usual));
@@ -255,21 +318,22 @@ impl Alerts {
         let bound = (CUT_OFF.0 * median(self.past.iter().map(|past| past.ended_ms))).max(CUT_OFF.1);
         let is_known = !self.past.is_empty();
         let age = |since: u64| moment.now_ms.saturating_sub(since) as f64;
-        let alert = |&(step, since): &(u64, u64)| Alert {
+        let alert = |&(step, since): &(Option<u64>, u64)| Alert {
             rule: "cut_off",
-            subject: format!("step {step}"),
-            step: Some(step),
+            subject: step.map_or_else(|| "save".to_owned(), |step| format!("step {step}")),
+            step,
             text: format!("the save began {} ago and was not committed", said_time(age(since))),
         };
         moment.uncommitted.iter().filter(|(_, since)| is_known && age(*since) > bound).map(alert).collect()
     }
 
     fn room(&self, moment: &Moment<'_>) -> Vec<Alert> {
-        let (Some(last), Some(free)) = (self.past.back(), moment.free_bytes) else { return Vec::new() };
-        if free as f64 >= self.rules.room * last.bytes as f64 {
+        let save_bytes = moment.save_bytes.or_else(|| self.past.back().map(|last| last.bytes));
+        let (Some(bytes), Some(free)) = (save_bytes, moment.free_bytes) else { return Vec::new() };
+        if moment.has_ended || free as f64 >= self.rules.room * bytes as f64 {
             return Vec::new();
         }
-        let (free, bytes) = (said_bytes(free as f64), said_bytes(last.bytes as f64));
+        let (free, bytes) = (said_bytes(free as f64), said_bytes(bytes as f64));
         run("room", None, format!("the storage has {free} free, and a save takes {bytes}"))
     }
 }
@@ -334,10 +398,10 @@ mod tests {
                 let one = save(step, now, dice.about(staged), dice.about(took), dice.about(bytes) as u64);
                 let durable = now + one.ended_ms.unwrap_or(0.0);
                 now += dice.about(interval);
-                let begun = [(step + 1, now as u64)];
+                let begun = [(Some(step + 1), now as u64)];
                 let free_bytes = Some(dice.about(4e12) as u64);
                 let looks = [durable, now, now + dice.about(took)].map(|at| at as u64);
-                let moment = |now_ms| Moment { now_ms, uncommitted: &begun, free_bytes };
+                let moment = |now_ms| Moment { now_ms, uncommitted: &begun, free_bytes, ..Moment::default() };
                 let mut changes = alerts.saved(&one);
                 looks.iter().for_each(|&at| changes.extend(alerts.at(&moment(at))));
                 assert_eq!(changes, [], "seed {seed}, step {step}");
@@ -382,7 +446,8 @@ mod tests {
         }
         assert_eq!(states(&alerts.saved(&with(11, "rank 3", "storage", 3))), [("firing", "slow", "rank 3")]);
         assert_eq!(alerts.firing()[0].text, "rank 3 (node-17, tp=1): took 3 s; 3 times in a row");
-        assert_eq!(alerts.saved(&with(12, "rank 3", "storage", 4)), []);
+        assert_eq!(alerts.saved(&with(12, "rank 3", "storage", 4)), [], "said once");
+        assert_eq!(alerts.firing()[0].text, "rank 3 (node-17, tp=1): took 3 s; 4 times in a row", "as it is now");
         let other = alerts.saved(&with(13, "machine node-2", "storage", 3));
         assert_eq!(states(&other), [("resolved", "slow", "rank 3"), ("firing", "slow", "machine node-2")]);
     }
@@ -392,7 +457,7 @@ mod tests {
         let mut alerts = usual(Rules::default());
         let durable = 9.0 * 60e3 + 10e3;
         let at =
-            |after_ms: f64, free_bytes| Moment { now_ms: (durable + after_ms) as u64, uncommitted: &[], free_bytes };
+            |after_ms: f64, free_bytes| Moment { now_ms: (durable + after_ms) as u64, free_bytes, ..Moment::default() };
         assert_eq!(alerts.at(&at(179e3, Some(20_000_000_000))), []);
         assert_eq!(states(&alerts.at(&at(181e3, None))), [("firing", "overdue", "run")]);
         let text = "no checkpoint became durable for 3 min; usually one does every 60.0 s";
@@ -405,11 +470,37 @@ mod tests {
     }
 
     #[test]
+    fn a_run_that_has_ended_needs_no_save_and_no_room() {
+        let mut alerts = usual(Rules::default());
+        let late = Moment { now_ms: 1 << 40, free_bytes: Some(0), ..Moment::default() };
+        assert_eq!(states(&alerts.at(&late)), [("firing", "overdue", "run"), ("firing", "room", "run")]);
+        let ended = Moment { has_ended: true, ..late };
+        assert_eq!(states(&alerts.at(&ended)), [("resolved", "overdue", "run"), ("resolved", "room", "run")]);
+        assert_eq!(alerts.at(&ended), []);
+    }
+
+    #[test]
+    fn a_job_and_ranks_that_do_not_answer_are_alerts() {
+        let mut alerts = Alerts::new(Rules::default());
+        assert_eq!(states(&alerts.answers(Some((None, "refused")))), [("firing", "silent", "job")]);
+        assert_eq!(alerts.answers(Some((Some(180e3), "refused"))), []);
+        let text = "the job has not answered for 3 min, or has ended: refused";
+        assert_eq!(alerts.firing()[0].text, text);
+        assert_eq!(states(&alerts.answers(None)), [("resolved", "silent", "job")]);
+        let silent = [(3, "refused".to_owned()), (7, "no answer".to_owned())];
+        assert_eq!(states(&alerts.ranks_answer(&silent[..1])), [("firing", "silent_ranks", "job")]);
+        assert_eq!(alerts.firing()[0].text, "rank 3 does not answer: refused");
+        assert_eq!(alerts.ranks_answer(&silent), []);
+        assert_eq!(alerts.firing()[0].text, "2 ranks do not answer, the first is rank 3: refused");
+        assert_eq!(states(&alerts.ranks_answer(&[])), [("resolved", "silent_ranks", "job")]);
+    }
+
+    #[test]
     fn a_save_that_neither_ends_nor_fails_is_cut_off() {
         let mut alerts = usual(Rules::default());
-        let at = |now_ms, uncommitted| Moment { now_ms, uncommitted, free_bytes: None };
-        assert_eq!(alerts.at(&at(650_000, &[(10, 550_000)])), [], "ten median saves");
-        assert_eq!(states(&alerts.at(&at(650_001, &[(10, 550_000)]))), [("firing", "cut_off", "step 10")]);
+        let at = |now_ms, uncommitted| Moment { now_ms, uncommitted, ..Moment::default() };
+        assert_eq!(alerts.at(&at(650_000, &[(Some(10), 550_000)])), [], "ten median saves");
+        assert_eq!(states(&alerts.at(&at(650_001, &[(Some(10), 550_000)]))), [("firing", "cut_off", "step 10")]);
         assert_eq!(states(&alerts.at(&at(650_002, &[]))), [("resolved", "cut_off", "step 10")]);
     }
 
@@ -418,7 +509,7 @@ mod tests {
         let off = Rules { rate: 0.0, stall_ms: Some(0.0), overdue: 0.0, slow: 0, room: 0.0 };
         let mut alerts = usual(off);
         assert_eq!(alerts.saved(&save(10, NEXT, 1e6, 1e6, 10)), []);
-        assert_eq!(alerts.at(&Moment { now_ms: 1 << 50, uncommitted: &[], free_bytes: Some(0) }), []);
+        assert_eq!(alerts.at(&Moment { now_ms: 1 << 50, free_bytes: Some(0), ..Moment::default() }), []);
         let mut alerts = usual(Rules { stall_ms: Some(150.0), ..off });
         assert_eq!(states(&alerts.saved(&save(10, NEXT, 151.0, 10e3, 10))), [("firing", "stall", "run")]);
     }

@@ -36,7 +36,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shardfast_engine::listen::{Begun, Listener, Listening, Verb};
 use shardfast_engine::{Engine, Error, Kind, Result, Timeout};
-use shardfast_format::{TELEMETRY, parse_step_dir};
+use shardfast_format::{TELEMETRY, end_name, parse_step_dir};
 use shardfast_store::{Shared, split};
 use shardfast_transfer::events::{Event, Observer};
 use shardfast_transfer::report::Report;
@@ -49,9 +49,9 @@ use live::{Live, Running, Served};
 use object::Collected;
 use otlp::Exporter;
 use page::Page;
-use record::Record;
+use record::{Class, Record};
 use report::RunReport;
-pub use serve::ask;
+pub use serve::{ask, job_address};
 use told::Told;
 use trace::Trace;
 pub use verdicts::Verdict;
@@ -185,6 +185,23 @@ pub fn flush(within: Duration) {
     drop(known);
     if let Some(exporter) = exporter {
         exporter.flush(within);
+    }
+}
+
+/// Notes beside the records of the run at `url` that its job has ended, so that a watch expects no more saves. Waits
+/// for at most that long; a note that cannot be stored is left out.
+pub fn note_end(url: &str, within: Duration) {
+    let (done, noted) = std::sync::mpsc::channel();
+    let url = url.to_owned();
+    let noting = move || {
+        let unix_ms = since_1970().as_millis() as u64;
+        let note = format!("{{\"writer\": \"{WRITER}\", \"ended_unix_ms\": {unix_ms}}}\n");
+        let name = format!("{TELEMETRY}/{}", end_name(unix_ms));
+        let _ = shardfast_store::open(&url).and_then(|store| store.put(&name, note.as_bytes()));
+        let _ = done.send(());
+    };
+    if std::thread::Builder::new().name("shardfast-end".to_owned()).spawn(noting).is_ok() {
+        let _ = noted.recv_timeout(within);
     }
 }
 
@@ -347,11 +364,21 @@ impl Listening for Operation {
         let told = Told::joined(std::iter::once(Told::of(self.rank, &self.running.record)).chain(others));
         let collected = Collected { missing, told, ..self.collection(*step, ranks) };
         // What cannot be stored is left out: no save fails for it.
-        let _ = collected.encode().and_then(|bytes| {
-            let store = shardfast_store::open_on(run, &self.storage)?;
-            Ok(store.put(&format!("{TELEMETRY}/{}", collected.name()), &bytes)?)
-        });
+        let Ok(store) = shardfast_store::open_on(run, &self.storage) else { return };
+        let _ =
+            collected.encode().and_then(|bytes| Ok(store.put(&format!("{TELEMETRY}/{}", collected.name()), &bytes)?));
+        if let (Some(live), Verb::Save) = (&self.live, self.running.verb) {
+            live.stored(&self.running, bytes_of_all(&collected), store.free_bytes());
+        }
     }
+}
+
+/// Returns the bytes that all ranks wrote; `None` if one failed, or said nothing.
+fn bytes_of_all(collected: &Collected) -> Option<u64> {
+    let written = |said: &Digest| [Class::SmallWrites, Class::LargeWrites].map(|class| said.sums[class as usize].bytes);
+    let of = |said: &Digest| said.failure.is_empty().then(|| written(said).into_iter().fold(0, u64::saturating_add));
+    let all = collected.ranks.iter().map(|said| of(said.as_ref()?));
+    all.reduce(|sum, bytes| Some(sum?.saturating_add(bytes?)))?
 }
 
 /// Reads what the saves and loads of the run at `url` did, or those of one step. Writes it as a page to the new file

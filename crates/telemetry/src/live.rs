@@ -95,6 +95,10 @@ pub struct EndedNow {
     pub bytes: u64,
     /// Failures of the storage.
     pub failures: u64,
+    /// Bytes that all ranks have written, of a save that succeeded; only rank 0 knows them, shortly after the end.
+    pub all_bytes: Option<u64>,
+    /// Bytes that the storage could still take after the save, if it tells; known as `all_bytes` is.
+    pub free_bytes: Option<u64>,
 }
 
 /// A call that waits for other ranks to make it.
@@ -247,6 +251,17 @@ impl Live {
         state.ended.push_back(ended);
     }
 
+    /// Notes the bytes that all ranks have written in a save that is over, and those that the storage can still take.
+    pub(crate) fn stored(&self, running: &Running, all_bytes: Option<u64>, free_bytes: Option<u64>) {
+        let is_same = |ended: &&mut EndedNow| {
+            ended.operation == word(running.verb)
+                && (ended.began_unix_ms, &ended.url) == (running.began_unix_ms, &running.url)
+        };
+        if let Some(ended) = self.state().ended.iter_mut().rev().find(is_same) {
+            (ended.all_bytes, ended.free_bytes) = (all_bytes, free_bytes);
+        }
+    }
+
     /// Notes the address of another rank.
     pub(crate) fn found(&self, rank: u32, address: &str) {
         if rank != self.rank && !address.is_empty() {
@@ -348,6 +363,8 @@ impl Running {
             ended_ms: ms(after),
             bytes: now.copied,
             failures: now.failures,
+            all_bytes: None,
+            free_bytes: None,
         }
     }
 }
@@ -415,7 +432,9 @@ mod tests {
         live.end(&running, Some((Duration::from_millis(6), None)));
         let after = live.totals();
         assert_eq!((after.classes[4].count, after.verbs[0].running, after.verbs[0].succeeded), (7, 0, 1));
+        live.stored(&running, Some(8), Some(1 << 40));
         let frame = live.frame();
         assert_eq!((frame.running.len(), frame.ended.len(), frame.ended[0].ended_ms), (0, 1, 5.0));
+        assert_eq!((frame.ended[0].all_bytes, frame.ended[0].free_bytes), (Some(8), Some(1 << 40)));
     }
 }

@@ -68,6 +68,24 @@ pub(crate) fn address(text: &str, offset: u16) -> Result<SocketAddr> {
     Ok(found)
 }
 
+/// Returns the address `host:port` in `http://host:port` of a job; `None` for a target that is no such URL, a run.
+///
+/// # Errors
+/// `Invalid` for a URL of a web server that is no job's.
+pub fn job_address(target: &str) -> Result<Option<String>> {
+    if target.starts_with("https://") {
+        return Err(Error::invalid("expected http://host:port, found https: a job serves without TLS".to_owned()));
+    }
+    let Some(address) = target.strip_prefix("http://") else { return Ok(None) };
+    let address = address.split('/').next().unwrap_or_default();
+    match address.rsplit_once(':') {
+        Some((host, port)) if port.parse::<u16>().is_ok() && !host.contains('@') => Ok(Some(address.to_owned())),
+        _ => Err(Error::invalid(
+            "expected http://host:port, as SHARDFAST_METRICS says them, found another http URL".to_owned(),
+        )),
+    }
+}
+
 /// Listens there.
 ///
 /// # Errors
@@ -243,6 +261,13 @@ mod tests {
             let error = address(text, 3).unwrap_err();
             assert!(error.message.contains(found) && error.message.contains("host:port"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_job_is_asked_over_http_alone() {
+        assert_eq!(job_address("http://127.0.0.1:9400/live").unwrap().as_deref(), Some("127.0.0.1:9400"));
+        assert_eq!(job_address("runs/a").unwrap(), None);
+        assert!(job_address("https://a:1").is_err() && job_address("http://a").is_err());
     }
 
     #[test]

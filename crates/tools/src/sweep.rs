@@ -27,7 +27,9 @@ use shardfast_engine::files_exist::is_there;
 use shardfast_engine::retention;
 use shardfast_engine::runs;
 use shardfast_format::name::HUGGING_FACE_INDEX;
-use shardfast_format::{COMMIT, LEAVING, Manifest, PINNED, TELEMETRY, is_own_path, parse_record_name, parse_step_dir};
+use shardfast_format::{
+    COMMIT, LEAVING, Manifest, PINNED, TELEMETRY, is_end_name, is_own_path, parse_record_name, parse_step_dir,
+};
 use shardfast_store::{Entry, Store, Upload, is_temporary, join};
 use shardfast_transfer::error::{Error, Kind, Result, retry};
 use shardfast_transfer::timeout::Timeout;
@@ -220,9 +222,10 @@ impl Sweep<'_> {
 
     /// Performs step 3.
     fn records(&self, swept: &mut Swept) -> Result<()> {
+        let is_ours = |name: &str| parse_record_name(name).is_some() || is_end_name(name);
         let mut records: Vec<Entry> = match retry(self.timeout, || Ok(self.store.list(TELEMETRY)?)) {
             Err(error) if error.kind == Kind::NotFound => return Ok(()),
-            entries => entries?.into_iter().filter(|entry| parse_record_name(&entry.name).is_some()).collect(),
+            entries => entries?.into_iter().filter(|entry| is_ours(&entry.name)).collect(),
         };
         records.sort_by(|a, b| a.name.cmp(&b.name));
         records.truncate(records.len().saturating_sub(RECORDS_MAX));

@@ -11,7 +11,7 @@ use shardfast_engine::retention::{Keep, Retention};
 use shardfast_engine::rewind::rewind_in;
 use shardfast_engine::runs::{self, step_url};
 use shardfast_engine::{Engine, Kind, Timeout, checkpoint, pin, unpin};
-use shardfast_format::{TELEMETRY, crc64, record_name, step_dir};
+use shardfast_format::{TELEMETRY, crc64, end_name, record_name, step_dir};
 use shardfast_store::disk::{Disk, Errno, FileKind};
 use shardfast_store::testing::simdisk::{Fault, SimDisk};
 use shardfast_tools::sweep::{AGE_MIN, RECORDS_MAX, SAVE_MAX, Swept, sweep, sweep_in};
@@ -127,11 +127,12 @@ fn the_oldest_records_go_beyond_the_newest_ten_thousand() {
     let url = run(dir.path(), &[1]);
     let records = dir.path().join(TELEMETRY);
     std::fs::create_dir(&records).unwrap();
+    let name = |ms: u64| if ms == 1 { end_name(ms) } else { record_name(ms, ms.is_multiple_of(2), 1) };
     for ms in 0..RECORDS_MAX as u64 + 3 {
-        std::fs::write(records.join(record_name(ms, ms % 2 == 0, 1)), "").unwrap();
+        std::fs::write(records.join(name(ms)), "").unwrap();
     }
     std::fs::write(records.join("0-notes.txt"), "mine").unwrap();
-    let gone: Vec<String> = (0..3).map(|ms| format!("{url}/{TELEMETRY}/{}", record_name(ms, ms % 2 == 0, 1))).collect();
+    let gone: Vec<String> = (0..3).map(|ms| format!("{url}/{TELEMETRY}/{}", name(ms))).collect();
     assert_eq!(swept(&url).files, gone);
     assert_eq!(files(&records).len(), RECORDS_MAX + 1);
     assert!(swept(&url).files.is_empty());

@@ -302,3 +302,19 @@ def test_the_report_has_the_saves_of_a_job_that_is_killed_at_any_moment(tmp_path
         assert outcomes == expected
         first = max(places) + 1
     assert len(expected) > 3
+
+
+def test_a_trainers_directory_named_by_its_step_has_records(tmp_path):
+    records = tmp_path / "out" / ".telemetry"
+    sf.save(tmp_path / "out" / "checkpoint-5" / "shardfast", state_of(0))  # without its step: a guess
+    sf.load(tmp_path / "out" / "checkpoint-5" / "shardfast", state_of(1))
+    time.sleep(0.3)
+    assert not records.exists()
+    sf.save(tmp_path / "out" / "checkpoint-6" / "shardfast", state_of(0), step=6)
+    sf.load(tmp_path / "out" / "checkpoint-6" / "shardfast", state_of(1))
+    until = time.monotonic() + 60
+    while not list(records.glob("*-load-*")) and time.monotonic() < until:
+        time.sleep(0.01)
+    report = reported(str(tmp_path / "out"))
+    assert [(save["step"], save["outcome"]) for save in report["saves"]] == [(6, "committed")]
+    assert [(load["step"], load["outcome"]) for load in report["loads"]] == [(6, "loaded")]

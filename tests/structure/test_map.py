@@ -90,9 +90,9 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 # Lines that a crate's product may have, comments included: without unit tests and kits for tests.
 CRATE_LINES_MAX = {
     "native": 3650,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; what is told of a save
-    "cli": 2200,  # 1,400 and rewinds, reports of runs, watches of them, a look at what runs
+    "cli": 2220,  # 1,400 and rewinds, reports of runs, watches of them, a look at what runs
     "tools": 3780,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints, errors beside damage
-    "telemetry": 5690,  # records, verdicts, pages, traces, alerts of runs and jobs; what runs, over HTTP and OTLP
+    "telemetry": 6230,  # records, verdicts, pages, traces, alerts of runs and jobs, HTTP, OTLP, the storage's metrics
     "multistep": 1950,  # 1,800, rounded up from 1,913
     "engine": 7720,  # 6,600 and rewinds, attempts that die, calls that meet, ranks that share memory, listeners
     "transfer": 5940,  # 5,100 and bytes counted, timeouts of calls, the devices of an engine, events of saves and loads

@@ -148,6 +148,9 @@ pub(crate) enum Command {
         /// Draw it as one page that needs no network, in a new file
         #[arg(long, value_name = "PAGE.html")]
         out: Option<PathBuf>,
+        /// Show the storage's metrics at that time, too: a Prometheus server, and which of its series are the storage's
+        #[arg(long, value_name = "http://HOST:PORT/?match={job=\"NAME\"}", conflicts_with_all = ["csv", "trace"])]
+        storage: Option<String>,
         /// Write a trace of all ranks that Perfetto (ui.perfetto.dev) opens, to a new file
         #[arg(long, value_name = "FILE.json", conflicts_with_all = ["csv", "out"])]
         trace: Option<PathBuf>,
@@ -167,6 +170,9 @@ pub(crate) enum Command {
         /// Look once, as without a terminal
         #[arg(long)]
         once: bool,
+        /// Show the storage's metrics, too: what MinIO, a NameNode or another server serves for Prometheus
+        #[arg(long, value_name = "http://HOST:PORT/PATH")]
+        storage: Option<String>,
     },
     /// Say when saves of a run or of a job fail, slow down or stay away, and when that is over
     #[command(after_help = EXIT_CODES)]

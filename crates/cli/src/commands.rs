@@ -79,8 +79,10 @@ pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl 
             let text = shardfast_telemetry::csv(&url, step, timeout)?;
             Ok(Outcome { text, json: String::new(), exit_code: FINE })
         }
-        Command::Report { url, step, out, trace, .. } => report_command(&url, step, out, trace, timeout),
-        Command::Top { target, every, once } => top::run(&target, every, once, timeout),
+        Command::Report { url, step, out, trace, storage, .. } => {
+            report_command(&url, step, storage.as_deref(), out, trace, timeout)
+        }
+        Command::Top { target, every, once, storage } => top::run(&target, every, once, storage.as_deref(), timeout),
         Command::Watch(asked) => watch_command(&asked, is_json, timeout),
         Command::Rewind { url, to } => {
             let rewound = rewind(&url, to.saturating_add(1), timeout)?;
@@ -130,6 +132,7 @@ fn watch_command(asked: &Watching, is_json: bool, timeout: &Timeout) -> Result<O
 fn report_command(
     url: &str,
     step: Option<u64>,
+    storage: Option<&str>,
     out: Option<PathBuf>,
     trace: Option<PathBuf>,
     timeout: &Timeout,
@@ -138,7 +141,7 @@ fn report_command(
         let (report, bytes): (RunReport, u64) = shardfast_telemetry::trace(url, step, &out, timeout)?;
         return Ok(outcome(report::text(&report) + &wrote(&out, bytes), &report, FINE));
     }
-    let (report, page_bytes) = shardfast_telemetry::report(url, step, out.as_deref(), timeout)?;
+    let (report, page_bytes) = shardfast_telemetry::report(url, step, storage, out.as_deref(), timeout)?;
     let written = out.zip(page_bytes).map(|(out, bytes)| wrote(&out, bytes as u64));
     Ok(outcome(report::text(&report) + &written.unwrap_or_default(), &report, FINE))
 }

@@ -7,6 +7,9 @@ use shardfast_telemetry::report::{Operation, RunReport};
 use crate::text::Align::{Left, Right};
 use crate::text::{count, date, plain, plain_lines, size, table};
 
+/// Rates of the storage's metrics that are printed of a save or load.
+const SHOWN_RATES: usize = 4;
+
 /// Returns the report as text: of each save and load a line, and the verdicts.
 pub(crate) fn text(report: &RunReport) -> String {
     let url = plain(&report.url);
@@ -32,6 +35,7 @@ pub(crate) fn text(report: &RunReport) -> String {
         out += &table(&head, &operations.iter().map(row).collect::<Vec<_>>());
         for operation in operations {
             verdicts(&mut out, operation);
+            storage(&mut out, operation);
         }
     }
     for problem in &report.unreadable {
@@ -71,6 +75,19 @@ fn verdicts(out: &mut String, operation: &Operation) {
         let (subject, said) = (plain(&verdict.subject), plain(&verdict.text));
         let _ = writeln!(out, "  {number}. {subject}{place}: {said}{lost}{row}");
     }
+}
+
+/// Prints what the storage told of the time of an operation, the fastest rates.
+fn storage(out: &mut String, operation: &Operation) {
+    let Some(told) = &operation.storage else { return };
+    let rates: Vec<String> = (told.rates.iter().take(SHOWN_RATES))
+        .map(|rate| match rate.is_bytes {
+            true => format!("{} {}/s", plain(&rate.name), size(rate.value as u64)),
+            false => format!("{} {:.1}/s", plain(&rate.name), rate.value),
+        })
+        .collect();
+    let rates = if rates.is_empty() { "nothing of that time".to_owned() } else { rates.join(", ") };
+    let _ = writeln!(out, "step {}, storage: {rates}", operation.step);
 }
 
 /// Returns a time in the unit that fits it.

@@ -5,9 +5,10 @@ use std::fmt::Write as _;
 use std::io::{IsTerminal, Write as _};
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
 use shardfast_engine::{Result, Timeout};
 use shardfast_telemetry::live::{EndedNow, Frame, RunningNow};
-use shardfast_telemetry::{ask, job_address};
+use shardfast_telemetry::{Figure, Storage, StorageNow, ask, job_address};
 
 use crate::FINE;
 use crate::outcome::{Outcome, outcome};
@@ -37,16 +38,36 @@ const BRACKETS: usize = 3;
 const OF_RUN_MAX: usize = 20;
 
 /// Shows what happens at `target`, `http://host:port` of a job or a run; once, or again after each `every` until the
-/// terminal's user ends it or the job has ended.
-pub(crate) fn run(target: &str, every: Duration, once: bool, timeout: &Timeout) -> Result<Outcome> {
+/// terminal's user ends it or the job has ended. `storage` is the place of the storage's metrics, which are shown, too.
+pub(crate) fn run(
+    target: &str,
+    every: Duration,
+    once: bool,
+    storage: Option<&str>,
+    timeout: &Timeout,
+) -> Result<Outcome> {
     let is_terminal = std::io::stdout().is_terminal();
+    let mut storage = storage.map(Storage::new).transpose()?;
+    if let Some(storage) = &mut storage {
+        storage.look(ANSWER_WITHIN)?; // rates need two looks
+        if once || !is_terminal {
+            std::thread::sleep(every);
+        }
+    }
     let mut source = match job_address(target)? {
         Some(address) => Source::Job { address, last: None, heard: Instant::now() },
         None => Source::Run(target.to_owned()),
     };
     loop {
         let (columns, rows) = terminal();
-        let (mut shown, is_over) = source.look(columns, timeout)?;
+        let told = storage.as_mut().map(|storage| storage.look(ANSWER_WITHIN));
+        let (mut shown, is_over) = source.look(columns, told.as_ref().and_then(|told| told.as_ref().ok()), timeout)?;
+        match told {
+            Some(Ok(told)) => shown.text += &storage_text(&told),
+            Some(Err(error)) if once || !is_terminal => return Err(error),
+            Some(Err(error)) => shown.text += &format!("\n{}\n", plain(&error.message)),
+            None => {}
+        }
         if is_terminal {
             shown.text = wrapped(&shown.text, columns);
         }
@@ -68,6 +89,35 @@ pub(crate) fn run(target: &str, every: Duration, once: bool, timeout: &Timeout) 
     }
 }
 
+/// Fields that `--json` prints.
+#[derive(Serialize)]
+struct Shown<'a, T: Serialize> {
+    #[serde(flatten)]
+    of: &'a T,
+    /// Metrics of the storage, if they were asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    storage: Option<&'a StorageNow>,
+}
+
+/// Returns the metrics of the storage as text.
+fn storage_text(told: &StorageNow) -> String {
+    let mut out = format!("\nstorage {}:\n", plain(&told.url));
+    if told.rates.is_empty() {
+        out += "  no counter grows\n";
+    }
+    let value = |figure: &Figure| match figure.is_bytes {
+        true => size(figure.value as u64),
+        false => format!("{:.1}", figure.value),
+    };
+    for figure in &told.rates {
+        let _ = writeln!(out, "  {}  {}/s", plain(&figure.name), value(figure));
+    }
+    for figure in &told.capacity {
+        let _ = writeln!(out, "  {}  {}", plain(&figure.name), value(figure));
+    }
+    out
+}
+
 /// Source of what is shown.
 enum Source {
     /// A job: its address, its last answer, and when that came.
@@ -78,12 +128,13 @@ enum Source {
 
 impl Source {
     /// Returns what is to be shown, and whether it is the last of it.
-    fn look(&mut self, columns: usize, timeout: &Timeout) -> Result<(Outcome, bool)> {
+    fn look(&mut self, columns: usize, storage: Option<&StorageNow>, timeout: &Timeout) -> Result<(Outcome, bool)> {
         match self {
             Source::Job { address, last, heard } => match (ask(address, ANSWER_WITHIN), &last) {
                 (Ok(frame), _) => {
                     *heard = Instant::now();
-                    let shown = outcome(frame_text(&frame, last.as_ref(), columns), &frame, FINE);
+                    let text = frame_text(&frame, last.as_ref(), columns);
+                    let shown = outcome(text, &Shown { of: &frame, storage }, FINE);
                     *last = Some(frame);
                     Ok((shown, false))
                 }
@@ -91,16 +142,16 @@ impl Source {
                 (Err(error), Some(last)) => {
                     let silent = duration(heard.elapsed().as_secs_f64());
                     let note = format!("no answer for {silent}: {}\n", plain(&error.message));
-                    let shown = outcome(note + &frame_text(last, None, columns), last, FINE);
+                    let shown = outcome(note + &frame_text(last, None, columns), &Shown { of: last, storage }, FINE);
                     Ok((shown, heard.elapsed() > GONE_AFTER))
                 }
             },
             Source::Run(url) => {
-                let (mut report, _) = shardfast_telemetry::report(url, None, None, timeout)?;
+                let (mut report, _) = shardfast_telemetry::report(url, None, None, None, timeout)?;
                 for operations in [&mut report.saves, &mut report.loads] {
                     operations.drain(..operations.len().saturating_sub(OF_RUN_MAX));
                 }
-                Ok((outcome(report::text(&report), &report, FINE), false))
+                Ok((outcome(report::text(&report), &Shown { of: &report, storage }, FINE), false))
             }
         }
     }

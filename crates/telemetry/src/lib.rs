@@ -18,7 +18,9 @@ mod otlp;
 mod page;
 mod record;
 pub mod report;
+mod runs;
 mod serve;
+mod storage;
 mod text;
 mod told;
 mod trace;
@@ -36,8 +38,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shardfast_engine::listen::{Begun, Listener, Listening, Verb};
 use shardfast_engine::{Engine, Error, Kind, Result, Timeout};
-use shardfast_format::{TELEMETRY, end_name, parse_step_dir};
-use shardfast_store::{Shared, split};
+use shardfast_format::{TELEMETRY, end_name};
+use shardfast_store::Shared;
 use shardfast_transfer::events::{Event, Observer};
 use shardfast_transfer::report::Report;
 
@@ -51,7 +53,10 @@ use otlp::Exporter;
 use page::Page;
 use record::{Class, Record};
 use report::RunReport;
+use runs::Run;
 pub use serve::{ask, job_address};
+use storage::History;
+pub use storage::{Figure, Storage, StorageNow};
 use told::Told;
 use trace::Trace;
 pub use verdicts::Verdict;
@@ -211,11 +216,11 @@ impl Listener for Telemetry {
         let began = begun.observed.began;
         let mut record = spare.unwrap_or_else(|| Record::new(began));
         record.began = began;
-        let run = run_of(begun.url);
+        let run = Run::of(begun.verb, begun.url, begun.step);
         let running = Arc::new(Running {
             verb: begun.verb,
             url: without_secrets(begun.url),
-            step: begun.step.or_else(|| run.as_ref().map(|(_, step)| *step)),
+            step: begun.step.or_else(|| run.as_ref().map(|run| run.step)),
             began,
             began_unix_ms: since_1970().as_millis() as u64,
             observed: Arc::downgrade(begun.observed),
@@ -250,8 +255,8 @@ struct Operation {
     live: Option<Arc<Live>>,
     exporter: Option<Arc<Exporter>>,
     spare: Arc<Spare>,
-    /// Run and step of the checkpoint; `None` for a checkpoint of no run.
-    run: Option<(String, u64)>,
+    /// Run of the checkpoint; `None` for a checkpoint of no run.
+    run: Option<Run>,
     meeting: [u8; 16],
     rank: u32,
     world: u32,
@@ -341,7 +346,7 @@ impl Listening for Operation {
 
     fn chooses(&self, said: &[Vec<u8>]) -> Vec<u32> {
         let ranks = said.iter().map(|said| Digest::decode(said)).collect();
-        self.run.as_ref().map(|(_, step)| chosen::chosen(&self.collection(*step, ranks))).unwrap_or_default()
+        self.run.as_ref().map(|run| chosen::chosen(&self.collection(run.step, ranks))).unwrap_or_default()
     }
 
     fn tells(&self) -> Vec<u8> {
@@ -349,7 +354,7 @@ impl Listening for Operation {
     }
 
     fn collected(&self, said: std::result::Result<Vec<Vec<u8>>, Vec<u32>>, told: Vec<(u32, Vec<u8>)>, report: &Report) {
-        let Some((run, step)) = &self.run else { return };
+        let Some(run) = &self.run else { return };
         let (ranks, missing): (Vec<Option<Digest>>, _) = match said {
             Ok(said) => (said.iter().map(|said| Digest::decode(said)).collect(), Vec::new()),
             // What the others said is lost, but rank 0 has its own.
@@ -362,9 +367,9 @@ impl Listening for Operation {
         self.found(&ranks);
         let others = told.iter().filter_map(|(rank, told)| Told::decode(*rank, told));
         let told = Told::joined(std::iter::once(Told::of(self.rank, &self.running.record)).chain(others));
-        let collected = Collected { missing, told, ..self.collection(*step, ranks) };
+        let collected = Collected { missing, told, ..self.collection(run.step, ranks) };
         // What cannot be stored is left out: no save fails for it.
-        let Ok(store) = shardfast_store::open_on(run, &self.storage) else { return };
+        let Ok(store) = run.store(&self.storage) else { return };
         let _ =
             collected.encode().and_then(|bytes| Ok(store.put(&format!("{TELEMETRY}/{}", collected.name()), &bytes)?));
         if let (Some(live), Verb::Save) = (&self.live, self.running.verb) {
@@ -382,20 +387,26 @@ fn bytes_of_all(collected: &Collected) -> Option<u64> {
 }
 
 /// Reads what the saves and loads of the run at `url` did, or those of one step. Writes it as a page to the new file
-/// `out` if that is given; returns also the page's size in bytes.
+/// `out` if that is given; returns also the page's size in bytes. `storage` names a Prometheus server and which of its
+/// series are those of the storage, `http://host:port/?match={job="minio"}`: the newest saves and loads have them, too.
 ///
 /// # Errors
-/// `NotFound` when there is no run; the store's errors; `Conflict` when something is at `out`. Objects that are
-/// damaged, foreign or of a newer version are listed and passed over.
+/// `NotFound` when there is no run; the store's errors; `Conflict` when something is at `out`; `Invalid` or
+/// `Unavailable` when `storage` is another text or server, or does not answer. Objects that are damaged, foreign or of
+/// a newer version are listed and passed over.
 pub fn report(
     url: &str,
     step: Option<u64>,
+    storage: Option<&str>,
     out: Option<&Path>,
     timeout: &Timeout,
 ) -> Result<(RunReport, Option<usize>)> {
-    let Some(out) = out else { return Ok((report::read_run(url, step, timeout, &mut |_, _| Ok(()))?, None)) };
-    let mut page = Page::default();
-    let report = report::read_run(url, step, timeout, &mut |collected, operation| page.add(collected, operation))?;
+    let history = storage.map(History::new).transpose()?;
+    let mut page = out.map(|_| Page::default());
+    let report = report::read_run(url, step, history.as_ref(), timeout, &mut |collected, operation| {
+        page.as_mut().map_or(Ok(()), |page| page.add(collected, operation))
+    })?;
+    let (Some(page), Some(out)) = (page, out) else { return Ok((report, None)) };
     let html = page.html(&report)?;
     new_file(out)?.write_all(html.as_bytes()).map_err(|error| unwritten(out, &error))?;
     Ok((report, Some(html.len())))
@@ -409,7 +420,7 @@ pub fn report(
 pub fn trace(url: &str, step: Option<u64>, out: &Path, timeout: &Timeout) -> Result<(RunReport, u64)> {
     // A run that is not there leaves no file.
     let mut trace: Option<Trace<BufWriter<File>>> = None;
-    let report = report::read_run(url, step, timeout, &mut |collected, operation| {
+    let report = report::read_run(url, step, None, timeout, &mut |collected, operation| {
         if trace.is_none() {
             trace = Some(Trace::new(BufWriter::new(new_file(out)?)));
         }
@@ -430,7 +441,7 @@ pub fn trace(url: &str, step: Option<u64>, out: &Path, timeout: &Timeout) -> Res
 /// As [`report`](report()).
 pub fn csv(url: &str, step: Option<u64>, timeout: &Timeout) -> Result<String> {
     let mut table = csv::head();
-    report::read_run(url, step, timeout, &mut |collected, operation| {
+    report::read_run(url, step, None, timeout, &mut |collected, operation| {
         csv::rows(&mut table, collected, operation);
         Ok(())
     })?;
@@ -460,12 +471,6 @@ fn place_in(place: &Mutex<Place>) -> Place {
     place.lock().map(|place| place.clone()).unwrap_or_default()
 }
 
-/// Returns the run of a checkpoint and its step; `None` for a checkpoint that is no step of a run.
-fn run_of(url: &str) -> Option<(String, u64)> {
-    let (run, name) = split(url)?;
-    Some((run, parse_step_dir(&name)?))
-}
-
 /// Returns the time by this machine's clock.
 fn since_1970() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
@@ -482,13 +487,6 @@ fn without_secrets(url: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_run_is_the_directory_of_steps() {
-        assert_eq!(run_of("/runs/a/step-00000010"), Some(("/runs/a".to_owned(), 10)));
-        assert_eq!(run_of("s3://bucket/runs/step-00000010"), Some(("s3://bucket/runs".to_owned(), 10)));
-        assert_eq!(run_of("/runs/a/last"), None);
-    }
 
     #[test]
     fn a_save_has_the_coordinates_of_its_begin_and_a_load_those_of_its_end() {

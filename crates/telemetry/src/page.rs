@@ -11,6 +11,7 @@ use shardfast_engine::{Error, Result};
 use crate::digest::Digest;
 use crate::object::{Collected, word};
 use crate::report::{Operation, RunReport};
+use crate::storage::StorageNow;
 use crate::told::{Row, Told};
 use crate::verdicts::{PhaseOf, Verdict, phases_of};
 
@@ -60,6 +61,8 @@ struct Summary<'a> {
     files: u64,
     failures: u64,
     operations: &'a std::collections::BTreeMap<&'static str, crate::report::Operations>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    storage: Option<&'a StorageNow>,
     verdicts: &'a [Verdict],
     verdicts_left_out: usize,
     /// Place among all saves and loads.
@@ -265,6 +268,7 @@ fn summary(at: usize, operation: &Operation, verb: Verb) -> Summary<'_> {
         files: operation.files,
         failures: operation.failures,
         operations: &operation.operations,
+        storage: operation.storage.as_ref(),
         verdicts: &operation.verdicts[..shown],
         verdicts_left_out: operation.verdicts.len() - shown,
         at,

@@ -13,11 +13,15 @@ use shardfast_transfer::error::retry;
 
 use crate::object::{Collected, OBJECT_BYTES_MAX};
 use crate::record::Class;
+use crate::storage::{History, StorageNow};
 use crate::told::Told;
 use crate::verdicts::{Verdict, median, phases, verdicts};
 
 /// Objects that are read at a time.
 const READS: usize = 16;
+
+/// Saves and loads, the newest, at whose time the storage's metrics are asked for.
+const ASKED_MAX: usize = 50;
 
 /// Unreadable objects that are listed.
 const PROBLEMS_MAX: usize = 16;
@@ -71,6 +75,9 @@ pub struct Operation {
     pub operations: BTreeMap<&'static str, Operations>,
     /// Ranks whose events are kept in full.
     pub events: Vec<Events>,
+    /// Metrics of the storage at its time, where a server that has them was named.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub storage: Option<StorageNow>,
     /// Findings about it, the most time first.
     pub verdicts: Vec<Verdict>,
 }
@@ -104,12 +111,19 @@ pub struct Operations {
 /// Receiver of each record of a run, in the order of time, with what the report says of it.
 pub(crate) type Each<'a> = &'a mut dyn FnMut(&Collected, &Operation) -> Result<()>;
 
-/// Reads what the saves and loads of the run at `url` did, or those of one step. `each` gets each record while it is
-/// there: no more than a few are in memory at a time.
+/// Reads what the saves and loads of the run at `url` did, or those of one step; for the newest also what the storage
+/// told at their time, if a server that has it is given. `each` gets each record while it is there: no more than a few
+/// are in memory at a time.
 ///
 /// # Errors
 /// As [`report`](crate::report()); an error of `each`.
-pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout, each: Each<'_>) -> Result<RunReport> {
+pub(crate) fn read_run(
+    url: &str,
+    step: Option<u64>,
+    history: Option<&History>,
+    timeout: &Timeout,
+    each: Each<'_>,
+) -> Result<RunReport> {
     let store = runs::store(url, timeout)?;
     let (steps, entries) = runs::list_in(&*store, url, timeout)?;
     let has_records = entries.iter().any(|entry| entry.is_dir && entry.name == TELEMETRY);
@@ -124,8 +138,9 @@ pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout, each: Ea
     names.sort_unstable();
 
     let mut report = RunReport { url: url.to_owned(), ..RunReport::default() };
+    let first_asked = names.get(names.len().saturating_sub(ASKED_MAX)).cloned().unwrap_or_default();
     for names in names.chunks(READS) {
-        for (_, collected) in read(&*store, url, names, timeout) {
+        for (name, collected) in read(&*store, url, names, timeout) {
             let collected = match collected {
                 Ok(collected) => collected,
                 Err(error) => {
@@ -138,6 +153,9 @@ pub(crate) fn read_run(url: &str, step: Option<u64>, timeout: &Timeout, each: Ea
             let operations = if collected.verb == Verb::Save { &mut report.saves } else { &mut report.loads };
             let mut operation = operation(&collected);
             count_in_a_row(&mut operation.verdicts, operations.last().map_or(&[], |last| &last.verdicts));
+            if let (Some(history), Some(ended_ms), true) = (history, operation.ended_ms, name >= first_asked) {
+                operation.storage = Some(history.during(collected.began_unix_ms, ended_ms)?);
+            }
             each(&collected, &operation)?;
             operations.push(operation);
         }
@@ -253,6 +271,7 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
         phases: phases.into_iter().filter(|(_, ms)| ms.iter().any(Option::is_some)).collect(),
         operations,
         events: events(&collected.told),
+        storage: None,
         verdicts: verdicts(collected),
     }
 }
@@ -293,6 +312,7 @@ impl Operation {
             phases: BTreeMap::new(),
             operations: BTreeMap::new(),
             events: Vec::new(),
+            storage: None,
             verdicts: Vec::new(),
         }
     }

@@ -1,9 +1,11 @@
 //! Finds the run that a checkpoint belongs to, where its records are kept.
 
+use std::sync::Arc;
+
 use shardfast_engine::Result;
 use shardfast_engine::listen::Verb;
 use shardfast_format::{TELEMETRY, parse_step_dir};
-use shardfast_store::{Shared, open_on, split};
+use shardfast_store::{Shared, Store, open_on, split};
 
 /// Words that the names of trainers' directories have before the number of a step: `checkpoint-500`, `global_step500`,
 /// `iter_0000500`, `epoch=0-step=500.ckpt`.
@@ -37,16 +39,16 @@ impl Run {
         found(dir, &name).or_else(|| above.and_then(|(dir, name)| found(dir, &name)))
     }
 
-    /// Stores a record.
+    /// Returns the store of the run.
     ///
     /// # Errors
-    /// Those of the store.
-    pub(crate) fn put(&self, name: &str, record: &[u8], storage: &std::sync::Arc<Shared>) -> Result<()> {
+    /// Those of the store; `NotFound` where records are kept only beside others, and there are none.
+    pub(crate) fn store(&self, storage: &Arc<Shared>) -> Result<Arc<dyn Store>> {
         let store = open_on(&self.url, storage)?;
         if self.is_guess {
             store.list(TELEMETRY)?;
         }
-        Ok(store.put(&format!("{TELEMETRY}/{name}"), record)?)
+        Ok(store)
     }
 }
 

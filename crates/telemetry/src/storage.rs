@@ -77,7 +77,8 @@ impl Endpoint {
     /// `Invalid` for another text.
     fn of(url: &str) -> Result<Endpoint> {
         let wrong = |found: &str| {
-            let text = format!("--storage {}: expected http://host:port/path, found {found}", crate::without_secrets(url));
+            let text =
+                format!("--storage {}: expected http://host:port/path, found {found}", crate::without_secrets(url));
             Error::invalid(text)
         };
         let rest = url.strip_prefix("http://").ok_or_else(|| match url.starts_with("https://") {

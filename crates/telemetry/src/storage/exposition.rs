@@ -130,7 +130,9 @@ mod tests {
 
     #[test]
     fn any_other_text_is_an_error_and_no_panic() {
-        for text in ["<html>", "a{", "a{b", "a{b=", "a{b=\"", "a{b=\"c\\", "a{b=\"c\"", "a{b=\"c\"}", "a x", "é 1", "{} 1"] {
+        for text in
+            ["<html>", "a{", "a{b", "a{b=", "a{b=\"", "a{b=\"c\\", "a{b=\"c\"", "a{b=\"c\"}", "a x", "é 1", "{} 1"]
+        {
             assert!(metrics(text.as_bytes()).is_err(), "{text}");
         }
         assert!(metrics(b"\xff\xfe").is_err());

@@ -99,7 +99,8 @@ impl History {
             if counts(name, &kinds) {
                 let points = growing.entry(key).or_insert_with(|| vec![0.0; POINTS]);
                 points.iter_mut().enumerate().for_each(|(point, sum)| *sum += rate_at(&samples, at(point)));
-            } else if let Some((_, value)) = samples.iter().rfind(|(at, value)| *at <= began + took && value.is_finite())
+            } else if let Some((_, value)) =
+                samples.iter().rfind(|(at, value)| *at <= began + took && value.is_finite())
             {
                 gauges.entry(key).or_insert(Metric { counts: false, value: 0.0 }).value += value;
             }

@@ -71,7 +71,8 @@ def start(fault: str, run: str) -> None:
         subprocess.Popen(command, env={**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(RANKS)
     ]
-    if any([rank.wait() for rank in ranks]):
+    failed = [rank for rank in ranks if rank.wait() != 0]
+    if failed:
         sys.exit(f"a rank of the run '{fault}' failed: its error is above")
 
 

@@ -197,7 +197,8 @@ start_one() {
     case $name in
         minio)
             command+=(MINIO_ROOT_USER="$key" MINIO_ROOT_PASSWORD="$secret" MINIO_BROWSER=off MINIO_UPDATE=off
-                MINIO_CALLHOME_ENABLE=off "$servers/bin/minio" server data --quiet --address "127.0.0.1:$port")
+                MINIO_CALLHOME_ENABLE=off MINIO_PROMETHEUS_AUTH_TYPE=public "$servers/bin/minio" server data --quiet
+                --address "127.0.0.1:$port")
             ;;
         versitygw)
             command+=("$servers/bin/versitygw" --quiet --access "$key" --secret "$secret" --region "$region"

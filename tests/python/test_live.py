@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shardfast.progress import line
 
 COMMAND = Path(sys.executable).with_name("shardfast")
+DASHBOARD = Path(__file__).parents[2] / "docs" / "dashboard.json"
 
 
 def state_of(rank, rows=400):
@@ -134,6 +135,9 @@ def serves(rank, world, run, port):
     assert steps == {"save": 2, "load": 2}
     for family in families.values():
         assert all(sample.labels["rank"] == str(rank) for sample in family.samples), family
+    names = {sample.name for family in families.values() for sample in family.samples}
+    shown = set(re.findall(r"shardfast_\w+", DASHBOARD.read_text()))
+    assert shown <= names, shown - names
     kinds = {sample.labels["kind"]: 0 for sample in families["shardfast_storage_seconds"].samples}
     for sample in families["shardfast_storage_seconds"].samples:
         if sample.name.endswith("_bucket"):

@@ -164,5 +164,7 @@ fn event(part: u32, began: Instant) -> Event<'static> {
 
 fn report_of(run: &Path, page: Option<&Path>) -> io::Result<()> {
     let timeout = Duration::from_secs(60).into();
-    report(&run.to_string_lossy(), None, None, page, &timeout).map(drop).map_err(|error| io::Error::other(error.message))
+    report(&run.to_string_lossy(), None, None, page, &timeout)
+        .map(drop)
+        .map_err(|error| io::Error::other(error.message))
 }

@@ -38,4 +38,4 @@ if ! is_stamped "$at" collector "$built"; then
     go build -C "$collector" -trimpath -buildvcs=false -mod=readonly -o "$at/collector" .
     echo "$built" >"$at/collector.stamp"
 fi
-exec .venv/bin/pytest --quiet "${@:-tests/receivers}"
+exec env SHARDFAST_TEST_RECEIVERS=1 .venv/bin/pytest --quiet "${@:-tests/receivers}"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Runs the tests with what receives metrics and traces, tests/receivers: Debian's Prometheus and Alertmanager, whose
-# packages are unpacked in target/receivers and not installed, and a collector of OpenTelemetry's that Go builds there
-# from tests/receivers/collector. Arguments are pytest's.
+# Runs the tests with what receives metrics, traces and pictures, tests/receivers: Debian's Prometheus, Alertmanager and
+# the terminal tmux, whose packages are unpacked in target/receivers and not installed, and a collector of
+# OpenTelemetry's that Go builds there from tests/receivers/collector. Arguments are pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source scripts/environment.sh
 
 readonly at=$PWD/target/receivers
-readonly packages=(prometheus prometheus-alertmanager)
-readonly versions=(2.42 0.25)
+readonly packages=(prometheus prometheus-alertmanager tmux libevent-core-2.1-7 libutempter0)
+readonly versions=(2.42 0.25 3.3 2.1 1.2)
 
 if ! is_stamped "$at" packages "${packages[*]} ${versions[*]}"; then
     rm -rf "$at"

@@ -138,7 +138,10 @@ impl Source {
                     *last = Some(frame);
                     Ok((shown, false))
                 }
-                (Err(error), None) => Err(error),
+                (Err(mut error), None) => {
+                    error.message += "; a job with SHARDFAST_METRICS answers from its first save or load on";
+                    Err(error)
+                }
                 (Err(error), Some(last)) => {
                     let silent = duration(heard.elapsed().as_secs_f64());
                     let note = format!("no answer for {silent}: {}\n", plain(&error.message));

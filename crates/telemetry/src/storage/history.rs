@@ -130,15 +130,16 @@ fn rate_at(samples: &[(f64, f64)], at: f64) -> f64 {
 }
 
 fn ask<T: for<'a> Deserialize<'a>>(endpoint: &Endpoint, path: &str) -> Result<T> {
-    let text = endpoint.get(&format!("{}{path}", endpoint.path), ANSWER_WITHIN)?;
+    let expected = "expected a Prometheus server, which knows the past; what a storage tells of now is shown by \
+                    `shardfast top`";
+    let text = endpoint.get(&format!("{}{path}", endpoint.path), ANSWER_WITHIN).map_err(|mut error| {
+        error.message += &format!("; {expected}");
+        error
+    })?;
     let answer: serde_json::Result<Answer<T>> = serde_json::from_slice(&text);
     answer.map(|answer| answer.data).map_err(|error| {
         let begin: String = String::from_utf8_lossy(&text).chars().take(40).collect();
-        Error::invalid(format!(
-            "--storage {}: expected a Prometheus server, which knows the past, found {begin:?} ({error}); what a \
-             storage tells of now is shown by `shardfast top`",
-            endpoint.url
-        ))
+        Error::invalid(format!("--storage {}: found {begin:?} ({error}); {expected}", endpoint.url))
     })
 }
 

@@ -29,6 +29,8 @@ pub mod disk;
 mod error;
 #[cfg(feature = "gcs")]
 mod gcs;
+#[cfg(feature = "hdfs")]
+mod hdfs;
 pub mod local;
 mod map;
 pub mod memory;

@@ -36,7 +36,12 @@ const TEMPORARY: &str = ".tmp-";
 /// [`Kind::Internal`] if this machine has no random numbers.
 pub fn temporary() -> Result<String> {
     let random = getrandom::u64().map_err(|e| Error::new(Kind::Internal, "create", TEMPORARY, e.to_string()))?;
-    Ok(format!("{TEMPORARY}{random:016x}"))
+    Ok(temporary_of(random))
+}
+
+/// Returns the name of the temporary object with this number.
+pub(crate) fn temporary_of(number: u64) -> String {
+    format!("{TEMPORARY}{number:016x}")
 }
 
 /// Returns whether a name is one that [`temporary`] makes: an object that a crash left, or that a call in progress

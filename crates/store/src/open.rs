@@ -6,6 +6,8 @@ use std::sync::Arc;
 use crate::azure;
 #[cfg(feature = "gcs")]
 use crate::gcs;
+#[cfg(feature = "hdfs")]
+use crate::hdfs;
 use crate::place::{Url, decoded};
 #[cfg(feature = "s3")]
 use crate::s3;
@@ -31,12 +33,17 @@ const SCHEMES: &[Scheme] = &[
     Scheme { name: "az", options: azure::OPTIONS, open: azure::open_url },
     #[cfg(feature = "gcs")]
     Scheme { name: "gs", options: gcs::OPTIONS, open: gcs::open_url },
+    #[cfg(feature = "hdfs")]
+    Scheme { name: "hdfs", options: hdfs::OPTIONS, open: hdfs::open_url },
     #[cfg(feature = "s3")]
     Scheme { name: "s3", options: s3::OPTIONS, open: s3::open_url },
+    #[cfg(feature = "hdfs")]
+    Scheme { name: "viewfs", options: hdfs::OPTIONS, open: hdfs::open_url },
 ];
 
 /// Opens the store at `url`: `file:///path`, a plain path, `memory://bucket/path`, or `az://container/prefix`,
-/// `gs://bucket/prefix`, `s3://bucket/prefix`, which are reached over the network.
+/// `gs://bucket/prefix`, `s3://bucket/prefix`, `hdfs://namenode:port/path`, `viewfs://cluster/path`, which are reached
+/// over the network.
 ///
 /// Creates nothing: a path that does not exist yet is created with the first object.
 ///

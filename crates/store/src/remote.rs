@@ -56,11 +56,15 @@ use crate::{
 pub(crate) use endpoint::is_http;
 #[cfg(any(feature = "azure", feature = "gcs"))]
 pub(crate) use endpoint::{expect_tls, plain};
-use flow::Flow;
-use network::{Answer, Held, Network};
-pub(crate) use network::{Connector, Pool};
+pub(crate) use flow::Flow;
+pub(crate) use network::{Connector, Network, Pool};
+use network::{Answer, Held};
 use pace::Pace;
 use read::RemoteReader;
+#[cfg(feature = "hdfs")]
+pub(crate) use read::scatter;
+#[cfg(feature = "hdfs")]
+pub(crate) use upload::Lending;
 use upload::RemoteWriter;
 
 const MIB: u64 = 1 << 20;

@@ -29,7 +29,7 @@ pub(super) const MOST: usize = 64;
 const FASTER: f64 = 1.1;
 
 /// Control of the parts in flight of a store, in one direction.
-pub(super) struct Flow {
+pub(crate) struct Flow {
     state: Mutex<State>,
     freed: Condvar,
 }
@@ -69,7 +69,7 @@ impl Default for Flow {
 
 impl Flow {
     /// Makes a control that never grows beyond `most`.
-    pub(super) fn up_to(most: usize) -> Flow {
+    pub(crate) fn up_to(most: usize) -> Flow {
         let (allowed, round) = (FIRST.min(most), Round::begin(Instant::now()));
         let state = State { allowed, most, in_flight: 0, enough: None, round, before: None, halved: None };
         Flow { state: Mutex::new(state), freed: Condvar::new() }
@@ -124,13 +124,13 @@ impl Flow {
     }
 
     /// Counts a part that was moved, and wakes waiting threads.
-    pub(super) fn moved(&self, bytes: u64) {
+    pub(crate) fn moved(&self, bytes: u64) {
         self.lock().moved(bytes, Instant::now());
         self.freed.notify_all();
     }
 
     /// Handles an answer to a request that began at `began`: halves the number if the service throttles.
-    pub(super) fn refused(&self, status: Option<StatusCode>, began: Instant) {
+    pub(crate) fn refused(&self, status: Option<StatusCode>, began: Instant) {
         if matches!(status, Some(StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)) {
             self.lock().throttled(began, Instant::now());
         }
@@ -147,7 +147,7 @@ impl Flow {
     ///
     /// # Errors
     /// The first error that `writes` does not accept; no write is taken after it.
-    pub(super) fn write_all<'a>(&self, writes: &dyn Writes<'a>, make: Making<'a, '_>) -> Result<()> {
+    pub(crate) fn write_all<'a>(&self, writes: &dyn Writes<'a>, make: Making<'a, '_>) -> Result<()> {
         let (failure, threads) = (Failure::default(), AtomicUsize::new(0));
         // A thread that waits for a write holds no permit: the thread that returned a failed write must be able to make
         // it.

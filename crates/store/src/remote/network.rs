@@ -113,14 +113,14 @@ impl Pool {
     }
 
     /// Returns the network; the first call makes it.
-    pub(super) fn network(&self, url: &str) -> Result<Arc<Network>> {
+    pub(crate) fn network(&self, url: &str) -> Result<Arc<Network>> {
         let made = self.network.get_or_init(|| Network::new(self).map(Arc::new));
         made.clone().map_err(|why| Error::new(Kind::Exhausted, "open", url, format!("no client can be made: {why}")))
     }
 }
 
 /// A runtime and a pool of connections.
-pub(super) struct Network {
+pub(crate) struct Network {
     /// Runtime, until it is dropped.
     runtime: Option<Runtime>,
     http: HttpClient,
@@ -217,7 +217,7 @@ impl Network {
     }
 
     /// Returns the client library's way to this HTTP client.
-    pub(super) fn connector(&self) -> Connector {
+    pub(crate) fn connector(&self) -> Connector {
         Connector(self.http.clone())
     }
 
@@ -226,11 +226,32 @@ impl Network {
     /// # Errors
     /// [`Kind::Unsupported`] in a process that was forked from the one that made this.
     pub(super) fn run<T>(&self, url: &str, call: impl Future<Output = T>) -> Result<(T, Answer)> {
-        let Some(runtime) = self.runtime.as_ref().filter(|_| std::process::id() == self.process) else {
+        Ok(self.runtime(url)?.block_on(answered(call)))
+    }
+
+    /// Runs a call of another client library on this thread.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    #[cfg(feature = "hdfs")]
+    pub(crate) fn wait<T>(&self, url: &str, call: impl Future<Output = T>) -> Result<T> {
+        Ok(self.runtime(url)?.block_on(call))
+    }
+
+    fn runtime(&self, url: &str) -> Result<&Runtime> {
+        self.runtime.as_ref().filter(|_| std::process::id() == self.process).ok_or_else(|| {
             let what = "opened before this process was forked, which has none of its threads: open it again here";
-            return Err(Error::new(Kind::Unsupported, "request", url, what));
-        };
-        Ok(runtime.block_on(answered(call)))
+            Error::new(Kind::Unsupported, "request", url, what)
+        })
+    }
+
+    /// Returns the runtime, for a client library that has its own connections.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    #[cfg(feature = "hdfs")]
+    pub(crate) fn handle(&self, url: &str) -> Result<tokio::runtime::Handle> {
+        Ok(self.runtime(url)?.handle().clone())
     }
 }
 
@@ -279,7 +300,7 @@ pub(crate) struct Connector(HttpClient);
 
 impl Connector {
     /// Returns the HTTP client itself.
-    #[cfg(any(feature = "gcs", feature = "s3"))]
+    #[cfg(any(feature = "gcs", feature = "hdfs", feature = "s3"))]
     pub(crate) fn client(&self) -> HttpClient {
         self.0.clone()
     }

@@ -221,7 +221,7 @@ impl Place {
 }
 
 /// Copies a piece that lies at `at` to all ranges that overlap it.
-fn scatter(at: u64, piece: &[u8], ranges: &mut [(u64, &mut [u8])]) {
+pub(crate) fn scatter(at: u64, piece: &[u8], ranges: &mut [(u64, &mut [u8])]) {
     let end = at + piece.len() as u64;
     for (offset, buf) in ranges {
         let (from, to) = (at.max(*offset), end.min(*offset + buf.len() as u64));

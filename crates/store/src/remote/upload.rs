@@ -85,19 +85,9 @@ impl RemoteWriter {
             Ok(part) => part,
             Err(error) => return Err(Box::new((write, error))),
         };
-        let Write { object, offset, buffers, bytes, number, crc64 } = write;
-        let buffers: Vec<Arc<dyn Buffer>> = buffers.into_iter().map(Arc::from).collect();
-        let mut left = bytes;
-        let payload = buffers.iter().map(|buffer| {
-            let bytes = left.min(buffer.bytes().len());
-            left -= bytes;
-            Bytes::from_owner(Lent { buffer: Arc::clone(buffer), bytes })
-        });
-        let payload: PutPayload = payload.collect();
-        self.put_part(part, payload, crc64).map_err(|error| {
-            let buffers = buffers.into_iter().map(|buffer| Box::new(CameBack(buffer)) as Box<dyn Buffer>).collect();
-            Box::new((Write { object, offset, buffers, bytes, number, crc64 }, error))
-        })
+        let crc64 = write.crc64;
+        let (pieces, lending) = Lending::of(write);
+        self.put_part(part, pieces.into_iter().collect(), crc64).map_err(|error| Box::new((lending.back(), error)))
     }
 
     /// Completes the upload; a try whose answer was lost or cannot be parsed is recognized by the object.
@@ -167,6 +157,33 @@ impl Drop for RemoteWriter {
             None if self.parts().iter().any(Option::is_some) => _ = self.place.delete(Action::Abort, &self.name),
             None => {}
         }
+    }
+}
+
+/// A write whose memory a client library sends.
+pub(crate) struct Lending<'a> {
+    write: Write<'a>,
+    buffers: Vec<Arc<dyn Buffer>>,
+}
+
+impl<'a> Lending<'a> {
+    /// Lends the memory of a write: its pieces, and what returns the write.
+    pub(crate) fn of(mut write: Write<'a>) -> (Vec<Bytes>, Lending<'a>) {
+        let buffers: Vec<Arc<dyn Buffer>> = std::mem::take(&mut write.buffers).into_iter().map(Arc::from).collect();
+        let mut left = write.bytes;
+        let pieces = buffers.iter().map(|buffer| {
+            let bytes = left.min(buffer.bytes().len());
+            left -= bytes;
+            Bytes::from_owner(Lent { buffer: Arc::clone(buffer), bytes })
+        });
+        let pieces = pieces.collect();
+        (pieces, Lending { write, buffers })
+    }
+
+    /// Returns the write after it failed; a connection may still be sending its memory.
+    pub(crate) fn back(self) -> Write<'a> {
+        let buffers = self.buffers.into_iter().map(|buffer| Box::new(CameBack(buffer)) as Box<dyn Buffer>).collect();
+        Write { buffers, ..self.write }
     }
 }
 

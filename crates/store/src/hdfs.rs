@@ -1,0 +1,429 @@
+//! Implements HDFS: files that are written once, from beginning to end, and joined by their metadata.
+//!
+//! 1. *Write.* Each part of an object is a file of its own, written on a connection of its own: the first one has the
+//!    object's name, the others have temporary names beside it. `finish` joins them by `concat`, in the order of the
+//!    parts. Where the NameNode refuses that, the parts are read back and written as one file. A DataNode that
+//!    acknowledges the end of a block has it on disk.
+//! 2. *Publish.* The bytes are written beside the name and renamed to it without overwriting. A lost answer is settled
+//!    by looking: if the file that was renamed is gone, the rename was carried out.
+//! 3. *Read.* Opening asks the NameNode once, for the length and all blocks; a file that was deleted or replaced since
+//!    then has other blocks, so that reads of it fail.
+//! 4. *Names* are durable when the NameNode answers: `sync` has nothing to do. HDFS has no `:` in names, so it is
+//!    stored percent-encoded.
+//!
+//! [`configuration`] reads Hadoop's files, [`rest`] makes the calls that the client library lacks, [`writer`] and
+//! [`reader`] move bytes, and [`failure`] interprets refusals. Nothing is repeated here: the engine retries.
+
+mod configuration;
+mod failure;
+mod reader;
+mod rest;
+mod writer;
+
+use std::borrow::Cow;
+use std::future::Future;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+use bytes::Bytes;
+use futures_util::stream;
+use futures_util::{StreamExt, TryStreamExt};
+use hdfs_native::client::{FileStatus, WriteOptions};
+use hdfs_native::{Client, ClientBuilder, HdfsError};
+use tokio::time::timeout;
+
+use self::configuration::Configuration;
+use self::reader::HdfsReader;
+use self::rest::Rest;
+use self::writer::HdfsWriter;
+use crate::observe::{Action, Reports};
+use crate::place::{Url, decoded, join};
+use crate::remote::{Flow, Network};
+use crate::write::Writes;
+use crate::{
+    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result, Service, Shared,
+    Store, name,
+};
+
+/// Names of the URL's options.
+pub(crate) const OPTIONS: &[&str] = &["block_size", "replication"];
+
+const MIB: u64 = 1 << 20;
+
+/// Lengths of parts: each is a block of its own after the join, and small blocks burden the NameNode.
+const PARTS: Parts = Parts { bytes_min: 32 * MIB, bytes_max: 128 * MIB, count_max: 10_000 };
+
+/// Longest read: a connection is opened for each.
+const REQUEST_BYTES: u64 = 17 * MIB;
+
+/// Maximum number of reads at a time, each on a thread.
+const READS_MAX: usize = 32;
+
+/// Maximum number of files written at a time, each on a thread.
+const WRITES_MAX: usize = 64;
+
+/// Deletions in flight.
+const DELETES_AT_A_TIME: usize = 16;
+
+/// Time for a call to the NameNode, or without progress of a read or a write.
+const STILL_MAX: Duration = Duration::from_secs(30);
+
+/// Settings of the client library in place of its own, which tries for minutes: tries after the first one to find the
+/// active NameNode, and the pauses between them.
+const TRIES: [(&str, &str); 3] = [
+    ("dfs.client.failover.max.attempts", "4"),
+    ("dfs.client.failover.sleep.base.millis", "200"),
+    ("dfs.client.failover.sleep.max.millis", "1000"),
+];
+
+/// Opens the URL `hdfs://namenode:port/path?option=value`, `hdfs://nameservice/path` or `viewfs://cluster/path`.
+pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
+    let invalid = |message: String| Error::new(Kind::Invalid, Action::Open.word(), url.shown(), message);
+    let (authority, path) = url.bucket_and_prefix()?;
+    name::check_dir(Action::Open.word(), &url.shown(), &path)?;
+    let configuration = Configuration::read().map_err(invalid)?;
+    let mut options = WriteOptions::default().block_size(configuration.block_size());
+    options.replication = configuration.number("dfs.replication").map(|number| number as u32);
+    for (name, value) in url.options()? {
+        let number = value.parse::<u32>().ok().filter(|number| *number > 0);
+        let number = number.ok_or_else(|| invalid(format!("expected {name}= a number above 0, found {value:?}")))?;
+        match name.as_str() {
+            "block_size" => options.block_size = Some(u64::from(number)),
+            _ => options.replication = Some(number),
+        }
+    }
+    let network = shared.remote.network(&url.usual())?;
+    let root = format!("/{}", encoded(&path));
+    let server = format!("{}://{authority}", url.scheme);
+    let rest = Rest::new(network.connector().client(), &configuration, url.scheme, &authority, &root);
+    let client = ClientBuilder::new()
+        .with_url(&server)
+        .with_config(TRIES)
+        .with_io_runtime(network.handle(&server)?)
+        .build()
+        .map_err(|error| failure::of(&error, Action::Open.word(), url.shown()))?;
+    let (reports, sending) = (shared.reports.clone(), Flow::up_to(WRITES_MAX));
+    let root = root.trim_end_matches('/').to_owned();
+    let cluster = Cluster { url: url.usual(), root, client, options, rest, network, reports, sending };
+    Ok(Arc::new(HdfsStore { cluster: Arc::new(cluster) }))
+}
+
+/// Encodes the `:` of a name, which HDFS refuses, and the `%` that encodes it.
+fn encoded(name: &str) -> Cow<'_, str> {
+    if name.contains(['%', ':']) { name.replace('%', "%25").replace(':', "%3A").into() } else { name.into() }
+}
+
+/// Returns the calls to the NameNode that write `files` files with this many bytes each.
+fn calls_to_write(files: u64, bytes: u64, block_size: u64) -> Requests {
+    Requests { puts: files * (2 + bytes.div_ceil(block_size.max(1))), ..Requests::default() }
+}
+
+/// Returns the error of what took longer than [`STILL_MAX`].
+fn too_late() -> HdfsError {
+    let message = format!("nothing came within {} s", STILL_MAX.as_secs());
+    HdfsError::IOError(std::io::Error::new(std::io::ErrorKind::TimedOut, message))
+}
+
+/// Runs one step of a call, as long as it may take.
+async fn step<T>(step: impl Future<Output = hdfs_native::Result<T>>) -> hdfs_native::Result<T> {
+    timeout(STILL_MAX, step).await.unwrap_or_else(|_| Err(too_late()))
+}
+
+/// A directory of HDFS as a [`Store`].
+struct HdfsStore {
+    cluster: Arc<Cluster>,
+}
+
+/// Directory of a store, with its client and network.
+struct Cluster {
+    url: String,
+    /// Directory of the store, without a slash at its end; empty for the root of HDFS.
+    root: String,
+    client: Client,
+    /// Options of new files: block size and replication.
+    options: WriteOptions,
+    rest: Rest,
+    network: Arc<Network>,
+    reports: Reports,
+    sending: Flow,
+}
+
+impl Cluster {
+    fn fail(&self, kind: Kind, op: Action, name: &str, message: impl Into<String>) -> Error {
+        Error::new(kind, op.word(), join(&self.url, name), message)
+    }
+
+    /// Returns the path of an object.
+    fn path(&self, op: Action, name: &str) -> Result<String> {
+        name::check(op.word(), &self.url, name)?;
+        Ok(format!("{}/{}", self.root, encoded(name)))
+    }
+
+    /// Returns the path of a directory, which may be the store's own.
+    fn dir(&self, op: Action, dir: &str) -> Result<String> {
+        name::check_dir(op.word(), &self.url, dir)?;
+        Ok(match (dir, self.root.as_str()) {
+            ("", "") => "/".to_owned(),
+            ("", root) => root.to_owned(),
+            (dir, root) => format!("{root}/{}", encoded(dir)),
+        })
+    }
+
+    /// Returns the path of a new temporary file beside a path.
+    fn beside(path: &str) -> Result<String> {
+        let dir = path.rsplit_once('/').map_or("", |(dir, _)| dir);
+        Ok(format!("{dir}/{}", name::temporary()?))
+    }
+
+    fn block_size(&self) -> u64 {
+        self.options.block_size.unwrap_or(configuration::BLOCK_BYTES)
+    }
+
+    /// Runs a call that moves a range of an object and makes these calls to the NameNode.
+    fn moved<T>(
+        &self,
+        op: Action,
+        name: &str,
+        range: Range<u64>,
+        requests: Requests,
+        call: impl Future<Output = hdfs_native::Result<T>>,
+    ) -> Result<T> {
+        let began = Instant::now();
+        let done = self.network.wait(&self.url, call)?;
+        let done = done.map_err(|error| failure::of(&error, op.word(), join(&self.url, name)));
+        self.reports.asked(began, op, name, range, requests, done.as_ref().err());
+        done
+    }
+
+    /// Runs one call to the NameNode.
+    fn call<T>(
+        &self,
+        op: Action,
+        name: &str,
+        requests: Requests,
+        call: impl Future<Output = hdfs_native::Result<T>>,
+    ) -> Result<T> {
+        self.moved(op, name, 0..0, requests, step(call))
+    }
+
+    /// Returns what the NameNode knows of a file.
+    fn status(&self, op: Action, name: &str, path: &str) -> Result<FileStatus> {
+        self.call(op, name, Requests { heads: 1, ..Requests::default() }, self.client.get_file_info(path))
+    }
+
+    fn remove(&self, op: Action, name: &str, path: &str) -> Result<()> {
+        let requests = Requests { deletes: 1, ..Requests::default() };
+        self.call(op, name, requests, self.client.delete(path, false)).map(|_| ())
+    }
+
+    /// Writes a small file of its own.
+    fn write_whole(&self, op: Action, name: &str, path: &str, bytes: &[u8]) -> Result<()> {
+        let (length, bytes) = (bytes.len() as u64, vec![Bytes::copy_from_slice(bytes)]);
+        let requests = calls_to_write(1, length, self.block_size());
+        self.moved(op, name, 0..length, requests, writer::write_file(&self.client, path, &self.options, false, bytes))
+    }
+
+    fn rename(&self, op: Action, name: &str, from: &str, to: &str, overwrite: bool) -> Result<()> {
+        let requests = Requests { puts: 1, ..Requests::default() };
+        self.call(op, name, requests, self.client.rename(from, to, overwrite))
+    }
+
+    /// Settles the rename of `temporary` to `path`, whose outcome is unknown after `error`.
+    fn settled(&self, name: &str, temporary: &str, path: &str, error: Error) -> Result<()> {
+        let op = Action::Publish;
+        // Once the file is removed, a rename that is still on its way does nothing.
+        let requests = Requests { deletes: 1, ..Requests::default() };
+        let unsure = |unseen: &Error| {
+            let message = format!(
+                "{}, and it cannot be looked for: {}; the object may have been published: check for it before retrying",
+                error.message, unseen.message
+            );
+            Error { wait: Some(Duration::ZERO), ..self.fail(Kind::Unavailable, op, name, message) }
+        };
+        let was_there = self
+            .call(op, name, requests, self.client.delete(temporary, false))
+            .map_err(|unseen| unsure(&unseen))?;
+        if was_there {
+            return Err(error);
+        }
+        match self.status(op, name, path) {
+            Ok(_) => Ok(()),
+            Err(unseen) => Err(unsure(&unseen)),
+        }
+    }
+}
+
+impl Store for HdfsStore {
+    fn url(&self) -> &str {
+        &self.cluster.url
+    }
+
+    /// Returns needs that keep blocks large and connections few.
+    fn needs(&self) -> Needs {
+        Needs {
+            pieces: Pieces::Parts(PARTS),
+            reads: ReadNeeds { gap_bytes: MIB, request_bytes: REQUEST_BYTES, in_flight: READS_MAX },
+            refuses_taken_names: true,
+            lists_are_current: true,
+        }
+    }
+
+    fn can_publish(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
+        let (cluster, op) = (&self.cluster, Action::Create);
+        let path = cluster.path(op, name)?;
+        if bytes > PARTS.object_bytes_max() {
+            let message = format!("expected an object of at most {} bytes, found {bytes}", PARTS.object_bytes_max());
+            return Err(cluster.fail(Kind::Exhausted, op, name, message));
+        }
+        let requests = Requests { puts: 1, ..Requests::default() };
+        let first = cluster.call(op, name, requests, cluster.client.create(&path, &cluster.options))?;
+        let number =
+            getrandom::u64().map_err(|error| cluster.fail(Kind::Internal, op, name, error.to_string()))?;
+        Ok(Box::new(HdfsWriter::new(Arc::clone(cluster), name, path, bytes, PARTS.of(bytes), number, first)))
+    }
+
+    fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
+        let (cluster, op) = (&self.cluster, Action::Open);
+        let path = cluster.path(op, name)?;
+        let requests = Requests { gets: 1, ..Requests::default() };
+        let file = cluster.call(op, name, requests, cluster.client.read(&path))?;
+        let reader = HdfsReader { cluster: Arc::clone(cluster), name: name.to_owned(), path, file };
+        let mut head = vec![0; reader.bytes().min(head_bytes) as usize];
+        reader.read_at(0, &mut head)?;
+        Ok((Box::new(reader), head))
+    }
+
+    fn size(&self, name: &str) -> Result<u64> {
+        let path = self.cluster.path(Action::Open, name)?;
+        let found = self.cluster.status(Action::Open, name, &path)?;
+        if found.isdir {
+            return Err(self.cluster.fail(Kind::Corrupt, Action::Open, name, "expected an object, found a directory"));
+        }
+        Ok(found.length as u64)
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let (cluster, op) = (&self.cluster, Action::Put);
+        let path = cluster.path(op, name)?;
+        let temporary = Cluster::beside(&path)?;
+        let done = cluster
+            .write_whole(op, name, &temporary, bytes)
+            .and_then(|()| cluster.rename(op, name, &temporary, &path, true));
+        if done.is_err() {
+            // What cannot be removed now goes with the next sweep.
+            let _ = cluster.remove(Action::Abort, name, &temporary);
+        }
+        done
+    }
+
+    fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let (cluster, op) = (&self.cluster, Action::Publish);
+        let path = cluster.path(op, name)?;
+        let temporary = Cluster::beside(&path)?;
+        if let Err(error) = cluster.write_whole(op, name, &temporary, bytes) {
+            let _ = cluster.remove(Action::Abort, name, &temporary);
+            return Err(error);
+        }
+        match cluster.rename(op, name, &temporary, &path, false) {
+            Ok(()) => Ok(()),
+            Err(error) => cluster.settled(name, &temporary, &path, error),
+        }
+    }
+
+    fn also_named(&self, _: &str, name: &str, _: u64) -> Result<()> {
+        Err(self.cluster.fail(Kind::Unsupported, Action::Copy, name, crate::NO_SECOND_NAME))
+    }
+
+    fn write_all<'a>(&self, writes: &dyn Writes<'a>) -> Result<()> {
+        self.cluster.sending.write_all(writes, &|write| match write.object.storage().downcast_ref::<HdfsWriter>() {
+            Some(object) => object.send(write),
+            None => write.make().map_err(|error| Box::new((write, error))),
+        })
+    }
+
+    fn sync(&self, names: &[&str]) -> Result<()> {
+        names.iter().try_for_each(|name| name::check(Action::Sync.word(), &self.cluster.url, name))
+    }
+
+    fn list(&self, dir: &str) -> Result<Vec<Entry>> {
+        let (cluster, op) = (&self.cluster, Action::List);
+        let path = cluster.dir(op, dir)?;
+        let requests = Requests { lists: 1, ..Requests::default() };
+        let found = cluster.call(op, dir, requests, cluster.client.list_status(&path, false))?;
+        if found.iter().any(|status| status.path == path) {
+            return Err(cluster.fail(Kind::NotFound, op, dir, "expected a directory, found a file"));
+        }
+        let entry = |status: FileStatus| {
+            let stored = status.path.rsplit('/').next()?;
+            let name = decoded(stored).filter(|name| encoded(name) == stored).unwrap_or_else(|| stored.to_owned());
+            let modified = UNIX_EPOCH.checked_add(Duration::from_millis(status.modification_time));
+            let bytes = if status.isdir { 0 } else { status.length as u64 };
+            let is_good = name::flaw(&name).is_none();
+            is_good.then_some(Entry { name, is_dir: status.isdir, is_link: false, bytes, modified })
+        };
+        let mut entries: Vec<Entry> = found.into_iter().filter_map(entry).collect();
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
+    }
+
+    fn delete(&self, name: &str) -> Result<()> {
+        let path = self.cluster.path(Action::Delete, name)?;
+        self.cluster.remove(Action::Delete, name, &path)
+    }
+
+    fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
+        let (cluster, op) = (&self.cluster, Action::Delete);
+        let paths: Vec<String> = objects.iter().map(|name| cluster.path(op, name)).collect::<Result<_>>()?;
+        let dirs: Vec<String> = dirs.iter().map(|dir| cluster.path(op, dir)).collect::<Result<_>>()?;
+        let first = objects.first().copied().unwrap_or_default();
+        let requests = Requests { deletes: (paths.len() + dirs.len()) as u64, ..Requests::default() };
+        let all = async {
+            stream::iter(paths.iter().map(|path| step(cluster.client.delete(path, false))))
+                .buffer_unordered(DELETES_AT_A_TIME)
+                .try_for_each(async |_| Ok(()))
+                .await?;
+            for dir in &dirs {
+                match step(cluster.client.delete(dir, false)).await {
+                    Err(error) if failure::is_not_empty(&error) => {}
+                    done => _ = done?,
+                }
+            }
+            Ok(())
+        };
+        cluster.moved(op, first, 0..0, requests, all)
+    }
+
+    fn delete_tree(&self, dir: &str) -> Result<()> {
+        let (cluster, op) = (&self.cluster, Action::DeleteTree);
+        let path = cluster.path(op, dir)?;
+        let requests = Requests { deletes: 1, ..Requests::default() };
+        cluster.call(op, dir, requests, cluster.client.delete(&path, true)).map(|_| ())
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    fn service(&self) -> Option<&dyn Service> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_have_no_colon_and_come_back() {
+        for name in ["a", "a:b", "50%", "a%3Ab", "x/y:z"] {
+            let stored = encoded(name);
+            assert!(!stored.contains(':'), "{stored}");
+            assert_eq!(decoded(&stored).as_deref(), Some(name));
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Reads Hadoop's own configuration, for settings that the client library does not tell.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use quick_xml::Reader;
+use quick_xml::events::Event;
+
+/// Length of a block unless the configuration has another one, as in Hadoop's own client.
+pub(super) const BLOCK_BYTES: u64 = 128 << 20;
+
+/// Files that are read, in this order.
+const FILES: [&str; 2] = ["core-site.xml", "hdfs-site.xml"];
+
+/// Settings of the files in `HADOOP_CONF_DIR`.
+#[derive(Default)]
+pub(super) struct Configuration {
+    values: HashMap<String, String>,
+}
+
+impl Configuration {
+    /// Reads the files in `HADOOP_CONF_DIR`, or in `HADOOP_HOME/etc/hadoop`; without both there are no settings.
+    ///
+    /// # Errors
+    /// The reason why a file cannot be read.
+    pub(super) fn read() -> Result<Configuration, String> {
+        let of_home = || std::env::var_os("HADOOP_HOME").map(|home| PathBuf::from(home).join("etc/hadoop"));
+        let Some(dir) = std::env::var_os("HADOOP_CONF_DIR").map(PathBuf::from).or_else(of_home) else {
+            return Ok(Configuration::default());
+        };
+        let mut found = Configuration::default();
+        for file in FILES.map(|name| dir.join(name)) {
+            match std::fs::read_to_string(&file) {
+                Ok(text) => found.add(&text).map_err(|error| format!("{}: {error}", file.display()))?,
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(error) => return Err(format!("{}: {error}", file.display())),
+            }
+        }
+        Ok(found)
+    }
+
+    /// Adds the settings of a file's text.
+    fn add(&mut self, text: &str) -> Result<(), String> {
+        let mut reader = Reader::from_str(text);
+        let (mut name, mut value, mut element) = (String::new(), String::new(), Vec::new());
+        loop {
+            match reader.read_event().map_err(|error| error.to_string())? {
+                Event::Start(start) => {
+                    element = start.name().as_ref().to_vec();
+                    if element == b"property" {
+                        (name, value) = (String::new(), String::new());
+                    }
+                }
+                Event::Text(text) => {
+                    let text = text.decode().map_err(|error| error.to_string())?;
+                    match element.as_slice() {
+                        b"name" => name.push_str(&text),
+                        b"value" => value.push_str(&text),
+                        _ => {}
+                    }
+                }
+                Event::End(end) if end.name().as_ref() == b"property" => {
+                    self.values.insert(name.trim().to_owned(), value.trim().to_owned());
+                }
+                Event::End(_) => element.clear(),
+                Event::Eof => return Ok(()),
+                _ => {}
+            }
+        }
+    }
+
+    pub(super) fn text(&self, name: &str) -> Option<&str> {
+        self.values.get(name).map(String::as_str).filter(|value| !value.is_empty())
+    }
+
+    /// Returns a number with one of Hadoop's units behind it, such as `128m`.
+    pub(super) fn number(&self, name: &str) -> Option<u64> {
+        let text = self.text(name)?.to_ascii_lowercase();
+        let power = text.chars().last().and_then(|last| "kmgtpe".find(last)).map(|at| 10 * (at as u32 + 1));
+        let digits = if power.is_some() { &text[..text.len() - 1] } else { &text };
+        digits.trim().parse::<u64>().ok()?.checked_mul(1 << power.unwrap_or(0))
+    }
+
+    /// Returns the length of a new file's blocks.
+    pub(super) fn block_size(&self) -> u64 {
+        self.number("dfs.blocksize").filter(|bytes| *bytes > 0).unwrap_or(BLOCK_BYTES)
+    }
+
+    pub(super) fn is(&self, name: &str, value: &str) -> bool {
+        self.text(name).is_some_and(|found| found.eq_ignore_ascii_case(value))
+    }
+
+    /// Returns the path below which a path of a cluster's mount table lies, with the place that is mounted there,
+    /// `hdfs://authority/path`.
+    pub(super) fn mount(&self, cluster: &str, path: &str) -> Option<(&str, &str)> {
+        let prefix = format!("fs.viewfs.mounttable.{cluster}.link.");
+        let holds = |link: &str| path.strip_prefix(link).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+        let links = self.values.iter().filter_map(|(name, target)| Some((name.strip_prefix(&prefix)?, target)));
+        links.filter(|(link, _)| holds(link)).max_by_key(|(link, _)| link.len()).map(|(link, target)| (link, &**target))
+    }
+
+    /// Returns the addresses at which the NameNodes of an authority answer over HTTP, `http://host:port`.
+    pub(super) fn http_addresses(&self, authority: &str) -> Vec<String> {
+        let (scheme, name, port) = match self.is("dfs.http.policy", "HTTPS_ONLY") {
+            true => ("https", "dfs.namenode.https-address", 9871),
+            false => ("http", "dfs.namenode.http-address", 9870),
+        };
+        if let Some(nodes) = self.text(&format!("dfs.ha.namenodes.{authority}")) {
+            let of_node = |node: &str| self.text(&format!("{name}.{authority}.{}", node.trim()));
+            return nodes.split(',').filter_map(of_node).map(|address| format!("{scheme}://{address}")).collect();
+        }
+        let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
+        let here = self.text("fs.defaultFS").and_then(|url| url.strip_prefix("hdfs://"));
+        let is_here = here.is_some_and(|here| here.trim_end_matches('/') == authority);
+        match self.text(name).filter(|_| is_here).and_then(|address| address.rsplit_once(':')) {
+            // A server that listens everywhere is reached where its other calls go.
+            Some(("0.0.0.0" | "", port)) => vec![format!("{scheme}://{host}:{port}")],
+            Some((named, port)) => vec![format!("{scheme}://{named}:{port}")],
+            None => vec![format!("{scheme}://{host}:{port}")],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(pairs: &[(&str, &str)]) -> Configuration {
+        let property = |(name, value): &(&str, &str)| {
+            format!("<property>\n <name>{name}</name><value> {value} </value><final>true</final></property>")
+        };
+        let text: String = pairs.iter().map(property).collect();
+        let mut found = Configuration::default();
+        found.add(&format!("<?xml version=\"1.0\"?><configuration><!-- x -->{text}</configuration>")).unwrap();
+        found
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        let found = of(&[("dfs.blocksize", "64M"), ("a", "1k"), ("b", "x"), ("c", "99999999999g")]);
+        assert_eq!(found.block_size(), 64 << 20);
+        assert_eq!((found.number("a"), found.number("b"), found.number("c")), (Some(1024), None, None));
+        assert_eq!(of(&[]).block_size(), BLOCK_BYTES);
+    }
+
+    #[test]
+    fn an_address_is_that_of_the_namenode() {
+        let ha = of(&[
+            ("dfs.ha.namenodes.ns", "a, b"),
+            ("dfs.namenode.http-address.ns.a", "one:50070"),
+            ("dfs.namenode.http-address.ns.b", "two:50070"),
+        ]);
+        assert_eq!(ha.http_addresses("ns"), ["http://one:50070", "http://two:50070"]);
+        let one = of(&[("fs.defaultFS", "hdfs://nn:8020"), ("dfs.namenode.http-address", "0.0.0.0:5070")]);
+        assert_eq!(one.http_addresses("nn:8020"), ["http://nn:5070"]);
+        assert_eq!(one.http_addresses("other:8020"), ["http://other:9870"]);
+    }
+
+    #[test]
+    fn the_longest_mount_counts() {
+        let found = of(&[
+            ("fs.viewfs.mounttable.c.link./a", "hdfs://x:1/p"),
+            ("fs.viewfs.mounttable.c.link./a/b", "hdfs://y:1/q"),
+        ]);
+        assert_eq!(found.mount("c", "/a/b/run"), Some(("/a/b", "hdfs://y:1/q")));
+        assert_eq!(found.mount("c", "/a/bc"), Some(("/a", "hdfs://x:1/p")));
+        assert_eq!(found.mount("c", "/z"), None);
+    }
+}

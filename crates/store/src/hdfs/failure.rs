@@ -1,0 +1,118 @@
+//! Interprets the errors of HDFS for the caller: exceptions of the NameNode by their classes.
+
+use std::time::Duration;
+
+use hdfs_native::HdfsError;
+
+use crate::{Error, Kind};
+
+/// Classes of exceptions by the caller's reaction, without their packages.
+const CLASSES: &[(&str, Kind)] = &[
+    ("FileAlreadyExistsException", Kind::Conflict),
+    ("FileNotFoundException", Kind::NotFound),
+    ("NSQuotaExceededException", Kind::Exhausted),
+    ("DSQuotaExceededException", Kind::Exhausted),
+    ("QuotaByStorageTypeExceededException", Kind::Exhausted),
+    ("QuotaExceededException", Kind::Exhausted),
+    ("AccessControlException", Kind::Invalid),
+    ("AuthorizationException", Kind::Invalid),
+    ("SecretManager$InvalidToken", Kind::Invalid),
+    ("SnapshotAccessControlException", Kind::Invalid),
+    ("HadoopIllegalArgumentException", Kind::Invalid),
+    ("IllegalArgumentException", Kind::Invalid),
+    ("InvalidPathException", Kind::Invalid),
+    ("ParentNotDirectoryException", Kind::Invalid),
+    ("PathIsNotDirectoryException", Kind::Invalid),
+    ("FSLimitException$PathComponentTooLongException", Kind::Invalid),
+    ("FSLimitException$MaxDirectoryItemsExceededException", Kind::Exhausted),
+    ("RpcNoSuchMethodException", Kind::Unsupported),
+    ("UnsupportedOperationException", Kind::Unsupported),
+];
+
+/// Directory that is not empty.
+const NOT_EMPTY: &str = "PathIsNotEmptyDirectoryException";
+
+/// Text of the NameNode about a directory that was opened as a file.
+const NO_FILE: &str = "is not a file";
+
+/// Returns the error of a call.
+pub(super) fn of(error: &HdfsError, op: &'static str, place: String) -> Error {
+    let kind = kind_of(error);
+    let message = match error {
+        HdfsError::RPCError(class, text) | HdfsError::FatalRPCError(class, text) => {
+            format!("the NameNode answered {}: {}", short(class), first_line(text))
+        }
+        HdfsError::SASLError(_) | HdfsError::GSSAPIError(..) | HdfsError::NoSASLMechanism => {
+            format!("{error}; get a ticket with kinit, or name a token file in HADOOP_TOKEN_FILE_LOCATION")
+        }
+        HdfsError::InvalidArgument(text) if text.starts_with("No NameNode") => {
+            "expected host:port, or a name service of the configuration in HADOOP_CONF_DIR; found no NameNode of this \
+             name there"
+                .to_owned()
+        }
+        other => first_line(&other.to_string()).to_owned(),
+    };
+    // A NameNode in safe mode, or a standby, may stay so for a while.
+    let wait = (kind == Kind::Unavailable).then_some(Duration::ZERO);
+    Error { wait, ..Error::new(kind, op, place, message) }
+}
+
+/// Returns whether a directory was not deleted since it is not empty.
+pub(super) fn is_not_empty(error: &HdfsError) -> bool {
+    matches!(error, HdfsError::RPCError(class, _) | HdfsError::FatalRPCError(class, _) if class.ends_with(NOT_EMPTY))
+}
+
+fn kind_of(error: &HdfsError) -> Kind {
+    match error {
+        HdfsError::AlreadyExists(_) => Kind::Conflict,
+        HdfsError::FileNotFound(text) if text.contains(NO_FILE) => Kind::Corrupt,
+        HdfsError::FileNotFound(_) => Kind::NotFound,
+        HdfsError::IsADirectoryError(_) => Kind::Corrupt,
+        HdfsError::RPCError(class, text) | HdfsError::FatalRPCError(class, text) => match class_kind(class) {
+            Some(Kind::NotFound) if text.contains(NO_FILE) => Kind::Corrupt,
+            Some(kind) => kind,
+            None => Kind::Unavailable,
+        },
+        HdfsError::InvalidPath(_)
+        | HdfsError::InvalidArgument(_)
+        | HdfsError::UrlParseError(_)
+        | HdfsError::XmlParseError(_)
+        | HdfsError::SASLError(_)
+        | HdfsError::GSSAPIError(..)
+        | HdfsError::NoSASLMechanism => Kind::Invalid,
+        HdfsError::UnsupportedErasureCodingPolicy(_) | HdfsError::UnsupportedFeature(_) => Kind::Unsupported,
+        HdfsError::InternalError(_) => Kind::Internal,
+        _ => Kind::Unavailable,
+    }
+}
+
+fn class_kind(class: &str) -> Option<Kind> {
+    CLASSES.iter().find(|(known, _)| short(class) == *known).map(|(_, kind)| *kind)
+}
+
+/// Returns the name of a class without its package.
+fn short(class: &str) -> &str {
+    class.rsplit('.').next().unwrap_or(class)
+}
+
+/// Returns a text without the traces of the NameNode's stack.
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_exception_has_the_kind_of_its_class() {
+        let of = |class: &str, text: &str| of(&HdfsError::RPCError(class.into(), text.into()), "open", "x".into());
+        let hdfs = "org.apache.hadoop.hdfs.protocol";
+        assert_eq!(of(&format!("{hdfs}.DSQuotaExceededException"), "").kind, Kind::Exhausted);
+        assert_eq!(of("java.io.FileNotFoundException", "File does not exist: /a").kind, Kind::NotFound);
+        assert_eq!(of("java.io.FileNotFoundException", "Path is not a file: /a").kind, Kind::Corrupt);
+        let safe = of("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot create /a.\nat x\nat y");
+        assert_eq!((safe.kind, safe.wait), (Kind::Unavailable, Some(Duration::ZERO)));
+        assert_eq!(safe.message, "the NameNode answered SafeModeException: Cannot create /a.");
+    }
+}

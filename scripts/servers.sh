@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs object-storage servers for tests, starts them on loopback, stops them.
+# Installs storage servers for tests, starts them on loopback, stops them.
 #
 #   scripts/servers.sh install [NAME...]            into target/servers, at the versions below; all without a NAME
 #   scripts/servers.sh start [--with PID] [--space MIB] NAME...
@@ -7,14 +7,24 @@
 #   scripts/servers.sh stop PID...                  ends these servers; PID is what `start` printed
 #   scripts/servers.sh crash DIR SECONDS            kills the server of this folder (`dir` of the line that `start`
 #                                                   printed); SECONDS later it begins again with its data and its port
+#   scripts/servers.sh restart DIR NODE             starts a node of this folder's hdfs again, with its data and ports;
+#                                                   kills it before, unless it is dead; returns when it answers
+#   scripts/servers.sh hadoop DIR CLASS [ARG...]    runs a tool of Hadoop's with this folder's hdfs, as in
+#                                                   `hadoop DIR org.apache.hadoop.fs.FsShell -ls /`
 #
-# Names: minio, versitygw, moto, s3rver (S3) and azurite (Azure Blob Storage). Go builds the first two; moto needs
-# Python, the last two need Node; `start` needs curl 7.75 or later.
+# Names: minio, versitygw, moto, s3rver (S3), azurite (Azure Blob Storage) and hdfs (Hadoop's file system). Go builds
+# the first two; moto needs Python, the next two need Node, hdfs needs Java 17 and Maven; `start` needs curl 7.75 or
+# later.
 #
-# A started server has one empty bucket (azurite: container). Its data and its log are below `dir`, a new temporary
-# folder; with --space its data have so many MiB, in a file system of their own, which takes root. It ends within a
-# second after process PID of --with has ended (without --with: the process that called this script). Its folder is
-# removed when it ends, for whatever reason.
+# A started server has one empty bucket (azurite: container, hdfs: directory). Its data and its log are below `dir`, a
+# new temporary folder; with --space its data have so many MiB, in a file system of their own, which takes root. It ends
+# within a second after process PID of --with has ended (without --with: the process that called this script). Its
+# folder is removed when it ends, for whatever reason.
+#
+# hdfs is a NameNode and three DataNodes, each a process of its own, which a test may kill: the file NODE.pid of `dir`
+# has its id (NODE is namenode, datanode0, datanode1 or datanode2). Who started it is the superuser; snapshots are
+# allowed on /snapshots; with --space the blocks have so much room. The NameNode takes a DataNode for dead after ten
+# minutes, as everywhere.
 #
 # What these versions do when eight clients write one name with `If-None-Match: *` at the same time (a PUT sends its
 # body when all have sent their heads; complete ends a multipart upload):
@@ -31,17 +41,25 @@ source scripts/environment.sh
 readonly servers=$PWD/target/servers
 readonly bucket=shardfast-test
 readonly region=us-east-1
-readonly start_seconds_max=30
+readonly start_seconds_max=60
 readonly stop_seconds_max=10
 
-readonly names=(minio versitygw moto s3rver azurite)
+readonly datanodes=(datanode0 datanode1 datanode2)
+readonly ports_of_hdfs=8
+
+readonly names=(minio versitygw moto s3rver azurite hdfs)
 declare -rA versions=(
     [minio]=v0.0.0-20260212201848-7aac2a2c5b7c
     [versitygw]=v1.8.0
     [moto]=5.2.5
     [s3rver]=3.7.1
     [azurite]=3.35.0 # the last one for Node 20
+    [hdfs]=3.5.0
 )
+
+# Starts fast, is small, and leaves no file elsewhere when it is killed.
+readonly java=(java -Xmx160m -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xshare:auto -XX:-UsePerfData
+    --add-opens=java.base/java.lang=ALL-UNNAMED)
 
 fail() {
     printf 'servers: %s\n' "$*" >&2
@@ -71,6 +89,21 @@ install_node() {
     rm -rf "${servers:?}/$1" && mkdir "$servers/$1" &&
         npm install --prefix "$servers/$1" --loglevel=error --ignore-scripts --no-audit --no-fund "$2"
 }
+# Maven copies what a project depends on.
+install_maven() { # NAME GROUP:ARTIFACT:VERSION
+    local group artifact version
+    IFS=: read -r group artifact version <<<"$2"
+    rm -rf "${servers:?}/$1" && mkdir "$servers/$1" &&
+        cat >"$servers/$1/pom.xml" <<EOF &&
+<project><modelVersion>4.0.0</modelVersion><groupId>shardfast</groupId><artifactId>$1</artifactId><version>1</version>
+<dependencies><dependency>
+<groupId>$group</groupId><artifactId>$artifact</artifactId><version>$version</version>
+</dependency></dependencies></project>
+EOF
+        mvn --quiet --batch-mode --file "$servers/$1/pom.xml" \
+            org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies \
+            -DoutputDirectory="$servers/$1/lib"
+}
 
 # install_one NAME: installs this server unless it is there; says on standard error why it cannot. Tests that run beside
 # each other ask for the same server: one of them installs it.
@@ -87,6 +120,7 @@ install_one() {
         versitygw) tool=go command=(install_go "github.com/versity/versitygw/cmd/versitygw@$version") ;;
         moto) tool=python3 command=(install_python "$name" "moto[server,s3]==$version") ;;
         s3rver | azurite) tool=npm command=(install_node "$name" "$name@$version") ;;
+        hdfs) tool=mvn command=(install_maven "$name" "org.apache.hadoop:hadoop-minicluster:$version") ;;
     esac
     if ! command -v "$tool" >/dev/null; then
         printf 'servers: %s is not installed: %s is missing\n' "$name" "$tool" >&2
@@ -118,22 +152,37 @@ is_running() {
     { read -r stat <"/proc/$1/stat"; } 2>/dev/null && [[ $stat != *') Z '* ]]
 }
 
+# end_group PID DIR: kills what is left of the process group that this process leads. Returns when none of the nodes
+# runs that the folder names.
+end_group() {
+    local node pid
+    kill -KILL -- "-$1" 2>/dev/null || true
+    for node in "$2"/*.pid; do
+        pid=$(cat "$node" 2>/dev/null) || continue
+        while [[ $pid ]] && is_running "$pid"; do sleep 0.01; done
+    done
+}
+
 # watch PID DIR COMMAND...: runs a server until process PID ends, then removes its folder. The server is killed: what it
-# stores goes, too. A server that `crash` has killed is started again.
+# stores goes, too. A server that `crash` has killed is started again. It leads a process group, because hdfs has many
+# processes.
 watch() {
     local with=$1 dir=$2 server guard
     shift 2
     cd "$dir"
     while :; do
+        set -m
         "$@" >>log 2>&1 &
+        set +m
         server=$!
         (
             while is_running "$with"; do sleep 1; done
-            kill -KILL "$server"
+            kill -KILL -- "-$server"
         ) &
         guard=$!
         echo "$server" >pid
         wait "$server" || true
+        end_group "$server" "$dir"
         kill "$guard" 2>/dev/null || true
         [[ -s crashed ]] && is_running "$with" || break
         sleep "$(<crashed)"
@@ -152,6 +201,108 @@ free_port() {
         port=$((10000 + RANDOM % 22000))
     done
     echo "$port"
+}
+
+# java_of_hadoop DIR CLASS ARG...: becomes that program of Hadoop's, with the configuration in this folder.
+java_of_hadoop() {
+    local dir=$1
+    shift
+    HADOOP_USER_NAME=${HADOOP_USER_NAME-$(id -un)} \
+        exec "${java[@]}" -Djava.io.tmpdir="$dir/tmp" -cp "$dir/conf:$servers/hdfs/lib/*" "$@"
+}
+
+# run_node NODE COMMAND...: runs a node of hdfs in its folder; when it has ended and `restart` asks for it, runs it again.
+run_node() {
+    local node=$1
+    shift
+    while :; do
+        "$@" &
+        echo "$!" >"$node.pid"
+        wait "$!" || true
+        until [[ -e $node.again ]]; do sleep 0.05; done
+        rm "$node.again"
+    done
+}
+
+# run_hdfs: the server, in its folder.
+run_hdfs() {
+    local node hdfs=org.apache.hadoop.hdfs.server dir=$PWD
+    unset HADOOP_USER_NAME
+    [[ -e namenode ]] || (java_of_hadoop "$dir" "$hdfs.namenode.NameNode" -format -force -nonInteractive)
+    run_node namenode java_of_hadoop "$dir" "$hdfs.namenode.NameNode" &
+    for node in "${datanodes[@]}"; do
+        run_node "$node" java_of_hadoop "$dir" "$hdfs.datanode.DataNode" \
+            -D "dfs.datanode.data.dir=file://$dir/data/$node" -D dfs.datanode.ipc.address=127.0.0.1:0 \
+            -D "dfs.datanode.address=$(<"$node.address")" -D "dfs.datanode.http.address=$(<"$node.http")" &
+    done
+    wait
+}
+
+property() { printf '<property><name>%s</name><value>%s</value></property>\n' "$1" "$2"; }
+
+# configure_hdfs DIR INDEX: the configuration, for the nodes and for clients, and the addresses of each node.
+configure_hdfs() {
+    local dir=$1 index=$2 node
+    mkdir "$dir/conf" "$dir/tmp"
+    for node in namenode "${datanodes[@]}"; do
+        echo "127.0.0.1:$(free_port "$index")" >"$dir/$node.address"
+        echo "127.0.0.1:$(free_port "$((index + 1))")" >"$dir/$node.http"
+        index=$((index + 2))
+    done
+    {
+        echo '<configuration>'
+        property fs.defaultFS "hdfs://$(<"$dir/namenode.address")"
+        property hadoop.tmp.dir "$dir/tmp"
+        echo '</configuration>'
+    } >"$dir/conf/core-site.xml"
+    {
+        echo '<configuration>'
+        property dfs.namenode.name.dir "file://$dir/namenode"
+        property dfs.namenode.http-address "$(<"$dir/namenode.http")"
+        property dfs.datanode.hostname 127.0.0.1
+        property dfs.namenode.datanode.registration.ip-hostname-check false
+        property dfs.permissions.enabled true
+        property dfs.replication "${#datanodes[@]}"
+        property dfs.blocksize 1048576
+        property dfs.namenode.fs-limits.min-block-size 1024
+        # A NameNode that begins again takes writes when its blocks are there, not 30 s later.
+        property dfs.namenode.safemode.extension 0
+        property dfs.heartbeat.interval 1
+        echo '</configuration>'
+    } >"$dir/conf/hdfs-site.xml"
+    cat >"$dir/conf/log4j.properties" <<'EOF'
+log4j.rootLogger=WARN, console
+log4j.logger.org.apache.hadoop.util.NativeCodeLoader=ERROR
+log4j.appender.console=org.apache.log4j.ConsoleAppender
+log4j.appender.console.target=System.err
+log4j.appender.console.layout=org.apache.log4j.PatternLayout
+log4j.appender.console.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
+EOF
+}
+
+# node_runs DIR NODE
+node_runs() { [[ -s $1/$2.pid ]] && is_running "$(<"$1/$2.pid")"; }
+
+# describes DIR NODE BEAN: what a node of hdfs says of itself; nothing, if it does not answer.
+describes() {
+    curl --silent --noproxy '*' --max-time 5 "http://$(<"$1/$2.http")/jmx?qry=Hadoop:service=$3"
+}
+
+# hdfs_answers DIR NODE...: whether these nodes run and know each other.
+hdfs_answers() {
+    local dir=$1 node said live=0
+    shift
+    for node in "$@"; do
+        node_runs "$dir" "$node" || return 1
+        [[ $node != namenode ]] || continue
+        said=$(describes "$dir" "$node" DataNode,name=DataNodeInfo) || return 1
+        [[ " $* " != *' namenode '* || $said == *'ActorState\":\"RUNNING'* ]] || return 1
+        live=$((live + 1))
+    done
+    [[ " $* " == *' namenode '* ]] || return 0
+    said=$(describes "$dir" namenode NameNode,name=FSNamesystemState) || return 1
+    [[ $said =~ \"NumLiveDataNodes\"\ :\ ([0-9]+) ]] && ((BASH_REMATCH[1] >= live)) &&
+        { ((live == 0)) || [[ $said == *'"FSState" : "Operational"'* ]]; }
 }
 
 # request CURL_ARGUMENTS...: whether the server made the bucket, or has it.
@@ -181,9 +332,28 @@ create_bucket_azure() { # URL KEY SECRET
         --header "Authorization: SharedKey $2:$signature" "$1/$bucket?restype=container"
 }
 
+# Makes the directories when all nodes answer.
+create_bucket_hdfs() { # URL KEY SECRET DIR
+    local at
+    at=http://$(<"$4/namenode.http")/webhdfs/v1
+    hdfs_answers "$4" namenode "${datanodes[@]}" &&
+        request "$at/$bucket?op=MKDIRS&user.name=$2" &&
+        request "$at/snapshots?op=MKDIRS&user.name=$2" &&
+        request "$at/snapshots?op=ALLOWSNAPSHOT&user.name=$2"
+}
+
+# line_of_hdfs DIR: what a started hdfs adds to its line.
+line_of_hdfs() {
+    local dir=$1 node
+    printf 'namenode=%s http=%s' "$(<"$dir/namenode.address")" "$(<"$dir/namenode.http")"
+    printf ' variable:HADOOP_CONF_DIR=%s variable:HADOOP_USER_NAME=%s' "$dir/conf" "$(id -un)"
+    for node in "${datanodes[@]}"; do printf ' %s=%s' "$node" "$(<"$dir/$node.address")"; done
+    for node in namenode "${datanodes[@]}"; do printf ' %s.pid=%s' "$node" "$(<"$dir/$node.pid")"; done
+}
+
 # start_one PID INDEX NAME: starts one server, waits until it has its bucket, adds its line to what is printed.
 start_one() {
-    local with=$1 name=$3 port dir url pid key=shardfast secret=shardfast-secret kind=s3 log pids deadline command
+    local with=$1 name=$3 port dir url pid key=shardfast secret=shardfast-secret kind=s3 log pids deadline command line
     is_stamped "$servers" "$name" "${versions[$name]}" ||
         fail "$name ${versions[$name]} is not installed: run \`scripts/servers.sh install $name\` first"
     port=$(free_port "$2")
@@ -220,6 +390,12 @@ start_one() {
                 --blobHost 127.0.0.1 --blobPort "$port" --skipApiVersionCheck --disableProductStyleUrl
                 --disableTelemetry --silent)
             ;;
+        hdfs)
+            kind=hdfs key=$(id -un) secret=
+            configure_hdfs "$dir" "$2"
+            url=hdfs://$(<"$dir/namenode.address")
+            command=(run_hdfs)
+            ;;
     esac
 
     # A process group of its own: what ends the caller's group leaves the watch, which then removes the folder.
@@ -232,7 +408,7 @@ start_one() {
         sleep 0.05
     done
     started+=("$pid")
-    until "create_bucket_$kind" "$url" "$key" "$secret"; do
+    until "create_bucket_$kind" "$url" "$key" "$secret" "$dir"; do
         if ! is_running "$pid" || ((SECONDS > deadline)); then
             fail "$name does not answer at $url: $(reason <&"$log")"
         fi
@@ -240,7 +416,12 @@ start_one() {
     done
     exec {log}<&- {pids}<&-
     is_running "$pid" || fail "$name has ended, and another process answers at $url"
-    lines+=("name=$name url=$url bucket=$bucket region=$region key=$key secret=$secret pid=$pid dir=$dir")
+    line="name=$name url=$url bucket=$bucket pid=$pid dir=$dir"
+    case $kind in
+        hdfs) line+=" $(line_of_hdfs "$dir")" ;;
+        *) line+=" region=$region key=$key secret=$secret" ;;
+    esac
+    lines+=("$line")
 }
 
 # All of them or none.
@@ -264,7 +445,7 @@ start() {
     trap 'stop "${started[@]}"' EXIT
     for name in "$@"; do
         start_one "$with" "$index" "$name"
-        index=$((index + 1))
+        index=$((index + ports_of_hdfs))
     done
     trap - EXIT
     printf '%s\n' "${lines[@]}"
@@ -295,11 +476,45 @@ crash() {
     pid=$(<"$dir/pid")
     is_running "$pid" || fail "crash: the server of $dir does not run"
     echo "$2" >"$dir/crashed"
-    kill -KILL "$pid"
+    end_group "$pid" "$dir"
     while is_running "$pid"; do sleep 0.01; done
 }
 
+# restart DIR NODE: what `run_node` waits for is the file NODE.again.
+restart() {
+    local dir=${1-} node=${2-} pid other nodes=() deadline=$((SECONDS + start_seconds_max))
+    [[ " namenode ${datanodes[*]} " == *" $node "* ]] ||
+        fail "restart: expected namenode or one of ${datanodes[*]}, found '$node'"
+    [[ -f $dir/pid && -s $dir/$node.pid ]] && is_running "$(<"$dir/pid")" || fail "restart: no hdfs runs in '$dir'"
+    pid=$(<"$dir/$node.pid")
+    if is_running "$pid" && [[ $(readlink "/proc/$pid/cwd") == "$dir" ]]; then
+        kill -KILL "$pid"
+        while is_running "$pid"; do sleep 0.01; done
+    fi
+    rm "$dir/$node.pid"
+    touch "$dir/$node.again"
+    for other in namenode "${datanodes[@]}"; do
+        if [[ $other == "$node" ]] || node_runs "$dir" "$other"; then
+            nodes+=("$other")
+        fi
+    done
+    until hdfs_answers "$dir" "${nodes[@]}"; do
+        ((SECONDS <= deadline)) || fail "restart: $node does not answer: $(reason <"$dir/log")"
+        sleep 0.1
+    done
+}
+
+hadoop() {
+    local dir=${1-}
+    [[ -d $dir/conf ]] || fail "hadoop: no hdfs runs in '$dir'"
+    (($# > 1)) || fail "hadoop: expected a class of Hadoop's, found nothing"
+    cd "$OLDPWD"
+    java_of_hadoop "$@"
+}
+
 case ${1-} in
-    install | start | stop | crash) "$@" ;;
-    *) fail "expected install, start, stop or crash, found '${1-}'; the head of this script explains them" ;;
+    install | start | stop | crash | restart | hadoop) "$@" ;;
+    *)
+        fail "expected install, start, stop, crash, restart or hadoop, found '${1-}'; the script's head explains them"
+        ;;
 esac

@@ -42,8 +42,8 @@ use crate::place::{Url, decoded, join};
 use crate::remote::{Flow, Network};
 use crate::write::Writes;
 use crate::{
-    Entry, Error, Kind, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result, Service, Shared,
-    Store, name,
+    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result,
+    Service, Shared, Store, Upload, name,
 };
 
 /// Names of the URL's options.
@@ -180,7 +180,7 @@ impl Cluster {
         self.options.block_size.unwrap_or(configuration::BLOCK_BYTES)
     }
 
-    /// Runs a call that moves a range of an object and makes these calls to the NameNode.
+    /// Runs a call that moves a range of an object and makes these requests.
     fn moved<T>(
         &self,
         op: Action,
@@ -189,10 +189,22 @@ impl Cluster {
         requests: Requests,
         call: impl Future<Output = hdfs_native::Result<T>>,
     ) -> Result<T> {
+        self.ran(op, name, requests, call, |_| range)
+    }
+
+    /// Runs a call whose outcome tells the range of the object that it moved.
+    fn ran<T>(
+        &self,
+        op: Action,
+        name: &str,
+        requests: Requests,
+        call: impl Future<Output = hdfs_native::Result<T>>,
+        range: impl FnOnce(Option<&T>) -> Range<u64>,
+    ) -> Result<T> {
         let began = Instant::now();
         let done = self.network.wait(&self.url, call)?;
         let done = done.map_err(|error| failure::of(&error, op.word(), join(&self.url, name)));
-        self.reports.asked(began, op, name, range, requests, done.as_ref().err());
+        self.reports.asked(began, op, name, range(done.as_ref().ok()), requests, done.as_ref().err());
         done
     }
 
@@ -241,9 +253,8 @@ impl Cluster {
             );
             Error { wait: Some(Duration::ZERO), ..self.fail(Kind::Unavailable, op, name, message) }
         };
-        let was_there = self
-            .call(op, name, requests, self.client.delete(temporary, false))
-            .map_err(|unseen| unsure(&unseen))?;
+        let was_there =
+            self.call(op, name, requests, self.client.delete(temporary, false)).map_err(|unseen| unsure(&unseen))?;
         if was_there {
             return Err(error);
         }
@@ -282,20 +293,23 @@ impl Store for HdfsStore {
         }
         let requests = Requests { puts: 1, ..Requests::default() };
         let first = cluster.call(op, name, requests, cluster.client.create(&path, &cluster.options))?;
-        let number =
-            getrandom::u64().map_err(|error| cluster.fail(Kind::Internal, op, name, error.to_string()))?;
+        let number = getrandom::u64().map_err(|error| cluster.fail(Kind::Internal, op, name, error.to_string()))?;
         Ok(Box::new(HdfsWriter::new(Arc::clone(cluster), name, path, bytes, PARTS.of(bytes), number, first)))
     }
 
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {
         let (cluster, op) = (&self.cluster, Action::Open);
         let path = cluster.path(op, name)?;
-        let requests = Requests { gets: 1, ..Requests::default() };
-        let file = cluster.call(op, name, requests, cluster.client.read(&path))?;
-        let reader = HdfsReader { cluster: Arc::clone(cluster), name: name.to_owned(), path, file };
-        let mut head = vec![0; reader.bytes().min(head_bytes) as usize];
-        reader.read_at(0, &mut head)?;
-        Ok((Box::new(reader), head))
+        let requests = Requests { heads: 1, gets: u64::from(head_bytes > 0), ..Requests::default() };
+        let open = async {
+            let file = step(cluster.client.read(&path)).await?;
+            let mut head = vec![0; (file.file_length() as u64).min(head_bytes) as usize];
+            reader::read(&file, &mut [(0, &mut head)]).await?;
+            Ok((file, head))
+        };
+        let (file, head) =
+            cluster.ran(op, name, requests, open, |found| 0..found.map_or(0, |(_, head)| head.len() as u64))?;
+        Ok((Box::new(HdfsReader { cluster: Arc::clone(cluster), name: name.to_owned(), path, file }), head))
     }
 
     fn size(&self, name: &str) -> Result<u64> {
@@ -379,7 +393,9 @@ impl Store for HdfsStore {
     fn delete_all(&self, objects: &[&str], dirs: &[&str]) -> Result<()> {
         let (cluster, op) = (&self.cluster, Action::Delete);
         let paths: Vec<String> = objects.iter().map(|name| cluster.path(op, name)).collect::<Result<_>>()?;
-        let dirs: Vec<String> = dirs.iter().map(|dir| cluster.path(op, dir)).collect::<Result<_>>()?;
+        let mut dirs: Vec<String> = dirs.iter().map(|dir| cluster.path(op, dir)).collect::<Result<_>>()?;
+        // A directory is empty once those within are gone.
+        dirs.sort_by(|a, b| b.cmp(a));
         let first = objects.first().copied().unwrap_or_default();
         let requests = Requests { deletes: (paths.len() + dirs.len()) as u64, ..Requests::default() };
         let all = async {
@@ -410,7 +426,29 @@ impl Store for HdfsStore {
     }
 
     fn service(&self) -> Option<&dyn Service> {
+        Some(self)
+    }
+}
+
+impl Service for HdfsStore {
+    fn kept_crc64(&self, name: &str) -> Result<Option<u64>> {
+        Err(self.cluster.fail(Kind::Unsupported, Action::Checksum, name, crate::NO_KEPT_CRC))
+    }
+
+    fn location(&self) -> Option<Location> {
         None
+    }
+
+    fn copy_within(&self, _: &Location, _: &str, name: &str, _: u64) -> Result<()> {
+        Err(self.cluster.fail(Kind::Unsupported, Action::Copy, name, crate::NO_COPY))
+    }
+
+    fn uploads(&self) -> Result<Vec<Upload>> {
+        Ok(Vec::new())
+    }
+
+    fn abort_upload(&self, _: &Upload) -> Result<()> {
+        Ok(())
     }
 }
 

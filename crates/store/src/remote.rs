@@ -57,8 +57,8 @@ pub(crate) use endpoint::is_http;
 #[cfg(any(feature = "azure", feature = "gcs"))]
 pub(crate) use endpoint::{expect_tls, plain};
 pub(crate) use flow::Flow;
-pub(crate) use network::{Connector, Network, Pool};
 use network::{Answer, Held};
+pub(crate) use network::{Connector, Network, Pool};
 use pace::Pace;
 use read::RemoteReader;
 #[cfg(feature = "hdfs")]

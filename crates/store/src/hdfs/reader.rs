@@ -41,7 +41,7 @@ impl ObjectReader for HdfsReader {
 
     /// Reads the range from the blocks that the file has now, and from the replicas that the NameNode names first now.
     fn read_again(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let requests = Requests { gets: 1, ..Requests::default() };
+        let requests = Requests { heads: 1, ..Requests::default() };
         let call = self.cluster.client.read(&self.path);
         let file = self.cluster.call(Action::Open, &self.name, requests, call)?;
         if file.file_length() != self.file.file_length() {
@@ -64,22 +64,25 @@ impl HdfsReader {
         if first >= end {
             return Ok(());
         }
-        let mut at = first;
-        let read = async {
-            let mut pieces = Box::pin(file.read_range_stream(first as usize, (end - first) as usize));
-            while let Some(piece) = timeout(STILL_MAX, pieces.next()).await.map_err(|_| too_late())? {
-                let piece = piece?;
-                scatter(at, &piece, ranges);
-                at += piece.len() as u64;
-            }
-            Ok::<(), HdfsError>(())
-        };
-        let read = self.cluster.moved(Action::Read, &self.name, first..end, Requests::default(), read);
-        read.map_err(|error| Error { message: format!("bytes {first}..{end}: {}", error.message), ..error })?;
-        if at != end {
-            let message = format!("expected bytes {first}..{end}, found them up to {at}");
-            return Err(self.cluster.fail(Kind::Unavailable, Action::Read, &self.name, message));
-        }
-        Ok(())
+        let requests = Requests { gets: 1, ..Requests::default() };
+        let read = self.cluster.moved(Action::Read, &self.name, first..end, requests, read(file, ranges));
+        read.map_err(|error| Error { message: format!("bytes {first}..{end}: {}", error.message), ..error })
+    }
+}
+
+/// Reads ranges of a file, which are not beyond its end, and what lies between them.
+pub(super) async fn read(file: &FileReader, ranges: &mut [(u64, &mut [u8])]) -> hdfs_native::Result<()> {
+    let first = ranges.iter().map(|(offset, _)| *offset).min().unwrap_or(0);
+    let end = ranges.iter().map(|(offset, buf)| offset + buf.len() as u64).max().unwrap_or(0);
+    let mut pieces = Box::pin(file.read_range_stream(first as usize, end.saturating_sub(first) as usize));
+    let mut at = first;
+    while let Some(piece) = timeout(STILL_MAX, pieces.next()).await.map_err(|_| too_late())? {
+        let piece = piece?;
+        scatter(at, &piece, ranges);
+        at += piece.len() as u64;
+    }
+    match at < end {
+        true => Err(HdfsError::DataTransferError(format!("expected bytes {first}..{end}, found them up to {at}"))),
+        false => Ok(()),
     }
 }

@@ -130,7 +130,8 @@ impl Rest {
     async fn ask(&self, method: &Method, url: &str) -> Result<(), String> {
         let request = Request::builder().method(method).uri(url).body(HttpRequestBody::empty());
         let request = request.map_err(|error| error.to_string())?;
-        let answer = self.client.execute(request).await.map_err(|error| format!("{NO_ANSWER}: {}", innermost(&error)))?;
+        let answer =
+            self.client.execute(request).await.map_err(|error| format!("{NO_ANSWER}: {}", innermost(&error)))?;
         let status = answer.status();
         if status.is_success() {
             return Ok(());

@@ -135,7 +135,11 @@ impl HdfsWriter {
             let began = Instant::now();
             let answer = cluster.network.wait(&cluster.url, cluster.rest.concat(path, rest))?;
             let failure = answer.as_ref().err().map(|why| {
-                self.fail(Kind::Unsupported, op, format!("the parts are copied into one file, since concat failed: {why}"))
+                self.fail(
+                    Kind::Unsupported,
+                    op,
+                    format!("the parts are copied into one file, since concat failed: {why}"),
+                )
             });
             let requests = Requests { puts: 1, ..Requests::default() };
             let Some(failure) = failure else {
@@ -164,6 +168,7 @@ impl HdfsWriter {
         let copied = Cluster::beside(path)?;
         let sources: Vec<&String> = std::iter::once(path).chain(&self.paths[joined..]).collect();
         let mut requests = calls_to_write(1, self.bytes, cluster.block_size());
+        requests.heads += sources.len() as u64;
         requests.gets += sources.len() as u64;
         let copy = async {
             let mut file = step(cluster.client.create(&copied, &cluster.options)).await?;

@@ -1,11 +1,88 @@
 //! Tests the store on a real HDFS: a NameNode and three DataNodes.
 
-use shardfast_store::open;
-use shardfast_store::testing::conformance;
+use std::sync::Arc;
+
+use shardfast_store::testing::conformance::{self, pattern, write_object};
+use shardfast_store::testing::noted::Noted;
+use shardfast_store::testing::servers::Server;
+use shardfast_store::{Action, Kind, Store, open};
+
+/// Length of an object of four parts, the last one short.
+const LONG: usize = (96 << 20) + 12_345;
+
+fn read(store: &dyn Store, name: &str) -> Vec<u8> {
+    store.read(name, u64::MAX).unwrap()
+}
+
+/// Names in a directory.
+fn names(store: &dyn Store, dir: &str) -> Vec<String> {
+    store.list(dir).unwrap().into_iter().map(|entry| entry.name).collect()
+}
 
 #[test]
 fn contract() {
-    let base = std::env::var("SHARDFAST_TEST_HDFS").unwrap();
-    conformance::check(|name| open(&format!("{base}/c/{name}")).unwrap());
-    conformance::check_reports(&format!("{base}/reports"));
+    Server::with("hdfs", "contract", |server| {
+        conformance::check(|name| open(&server.hdfs(&format!("c/{name}"))).unwrap());
+        conformance::check_reports(&server.hdfs("reports"));
+    });
+}
+
+#[test]
+fn parts_are_joined() {
+    Server::with("hdfs", "parts_are_joined", |server| {
+        let (store, noted) = Noted::open(&server.hdfs("parts?replication=1&block_size=16777216")).unwrap();
+        let contents = pattern(3, LONG);
+        write_object(&*store, "step/a:b%", &contents).unwrap();
+        let finished: Vec<_> = noted.take().into_iter().filter(|seen| seen.action == Action::Finish).collect();
+        assert_eq!(finished.len(), 1, "{finished:?}");
+        assert_eq!((finished[0].requests.puts, finished[0].failure), (1, None));
+        assert_eq!(names(&*store, "step"), ["a:b%"]);
+        assert!(read(&*store, "step/a:b%") == contents);
+        let healthy = server.tool(&["org.apache.hadoop.hdfs.tools.DFSck", "/", "-files", "-blocks"]);
+        assert!(healthy.contains("The filesystem under path '/' is HEALTHY"), "{healthy}");
+    });
+}
+
+#[test]
+fn parts_are_copied_where_concat_is_refused() {
+    Server::with("hdfs", "parts_are_copied_where_concat_is_refused", |server| {
+        let url = server.hdfs_at("/snapshots/run?replication=1");
+        let (store, noted) = Noted::open(&url).unwrap();
+        let contents = pattern(4, LONG);
+        let mut object = store.create("step/data", LONG as u64).unwrap();
+        for (part, piece) in contents.chunks(32 << 20).enumerate() {
+            object.write_at((part * (32 << 20)) as u64, piece).unwrap();
+        }
+        server.tool(&["org.apache.hadoop.fs.FsShell", "-createSnapshot", "/snapshots", "taken"]);
+        object.finish().unwrap();
+        let failures: Vec<_> = noted.take().into_iter().filter(|seen| seen.failure.is_some()).collect();
+        assert_eq!(failures.len(), 1, "{failures:?}");
+        assert_eq!((failures[0].action, failures[0].failure), (Action::Finish, Some(Kind::Unsupported)));
+        assert_eq!(names(&*store, "step"), ["data"]);
+        assert!(read(&*store, "step/data") == contents);
+    });
+}
+
+#[test]
+fn an_unfinished_object_leaves_nothing() {
+    Server::with("hdfs", "an_unfinished_object_leaves_nothing", |server| {
+        let store: Arc<dyn Store> = open(&server.hdfs("unfinished?replication=1")).unwrap();
+        let object = store.create("step/data", LONG as u64).unwrap();
+        object.write_at(32 << 20, &pattern(1, 32 << 20)).unwrap();
+        assert_eq!(names(&*store, "step").len(), 2);
+        drop(object);
+        assert_eq!(names(&*store, "step"), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn a_namenode_that_is_not_there_is_named_soon() {
+    let began = std::time::Instant::now();
+    for url in ["hdfs://127.0.0.1:9/run", "hdfs://no-such-service/run"] {
+        let error = open(url).and_then(|store| store.list("")).unwrap_err();
+        assert!(error.to_string().contains(url), "{error}");
+    }
+    assert!(began.elapsed().as_secs() < 20);
+    let error = open("hdfs://127.0.0.1:9/run?replication=0").err().unwrap();
+    assert_eq!((error.kind, error.message.contains("replication=")), (Kind::Invalid, true), "{error}");
 }

@@ -38,6 +38,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
+
+
 def _one_at_a_time(method: Callable[Concatenate[Checkpointer, P], T]) -> Callable[Concatenate[Checkpointer, P], T]:
     """A method that waits for other threads' calls of the same object."""
 
@@ -162,7 +166,7 @@ class Checkpointer:
         self._spared: set[str] = set()
         # The steps whose saves were begun, in that order.
         self._made: list[int] = []
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
+        self._background, self._process = _one_thread(), os.getpid()
         # Work that is not done before the first save stops the training then.
         frameworks.active()
         frameworks.built_on_others()
@@ -394,7 +398,7 @@ class Checkpointer:
         reason = "this checkpointer is closed"
         if not self._closed:
             try:
-                self._background.submit(int)
+                self._in_background(int)
             except RuntimeError:
                 reason = "the interpreter ends, and runs what was registered with atexit: save before the program ends"
             else:
@@ -428,8 +432,14 @@ class Checkpointer:
         self._made.append(step)
         retention = self._retention if self._is_root else None
         leaving, self._leaving = self._leaving, []
-        concluding = self._background.submit(self._conclude, step, number, pending, retention, leaving)
+        concluding = self._in_background(self._conclude, step, number, pending, retention, leaving)
         self._running.append((pending, concluding))
+
+    def _in_background(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Runs work after what is in the background; a forked child has no thread of its parent's."""
+        if self._process != os.getpid():
+            self._background, self._process = _one_thread(), os.getpid()
+        return self._background.submit(work, *arguments)
 
     def _conclude(
         self,

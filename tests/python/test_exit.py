@@ -323,6 +323,31 @@ with unwatched():
     assert "model/8.weight" in out and "resized" in out
 
 
+def test_a_checkpointer_saves_in_a_forked_child_too(run):
+    """Its own thread waits there for the end of a save; the parent's does not exist."""
+    body = (
+        FORK
+        + """
+torch.set_num_threads(1)
+with sf.Checkpointer(run + "/forked") as ckpt:
+    ckpt.save(1, state)
+    ckpt.wait()
+    def saves():
+        ckpt.save(2, state)
+        ckpt.wait()
+        ckpt.close()
+        print("the child saved", ckpt.committed, flush=True)
+        os._exit(0)
+    in_child(saves)
+    ckpt.save(3, state)
+    ckpt.wait()
+    print("the parent saved", ckpt.committed)
+"""
+    )
+    code, out, err = run(body)
+    assert (code, out) == (0, "the child saved 2\nthe parent saved 3\n"), err
+
+
 def check_forked_rank(rank, world, directory):
     """A rank's child: the session of the job is not its own."""
     sf.save(f"{directory}/one", {"extra": {"x": 1}})

@@ -132,7 +132,8 @@ def check_parts(rank, world, url):
         assert f"{plan.bytes_wanted:,} bytes wanted" in str(plan)
         assert not bool(tensor.to_local().any()), "a plan reads nothing"
         before = bytes_read()
-        sf.load(url, {"w": {"w": tensor}})
+        loaded = sf.load(url, {"w": {"w": tensor}})
+        assert f"  {loaded.bytes_read:,} bytes read" in str(loaded) and "wanted" not in str(loaded)
         seen.append((plan.bytes_wanted, plan.bytes_read, bytes_read() - before))
         assert torch.equal(tensor.to_local(), distribute_tensor(full, mesh, [placement], src_data_rank=None).to_local())
     return len(list(Path(url).glob("w/*.safetensors"))), seen

@@ -514,8 +514,12 @@ impl<D: Disk> Store for LocalStore<D> {
                     continue;
                 };
                 let entry = path.join(&name);
-                // Removed since, or a dangling link: it cannot be opened either.
-                let Some(stat) = absent_is_fine(self.call("list", &entry, |disk| disk.stat(&entry)))? else { continue };
+                // Removed since, or a link to nothing or to itself: it cannot be opened either.
+                let stat = self.call("list", &entry, |disk| match disk.stat(&entry) {
+                    Err(Errno::LOOP) => Err(Errno::NOENT),
+                    found => found,
+                });
+                let Some(stat) = absent_is_fine(stat)? else { continue };
                 let is_dir = stat.kind == FileKind::Dir;
                 let (bytes, modified) = (if is_dir { 0 } else { stat.bytes }, Some(stat.modified));
                 // An entry of another type than its target is a link.

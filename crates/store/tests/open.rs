@@ -125,6 +125,7 @@ fn links_are_read_through_but_not_deleted_through() {
     symlink(path("archive/step-1"), path("run/step-1")).unwrap();
     symlink(path("archive/step-1"), path("run/step-2/link")).unwrap();
     symlink(path("nowhere"), path("run/dangling")).unwrap();
+    symlink("itself", path("run/itself")).unwrap();
 
     let entry = |name: &str, is_link| Entry { name: name.into(), is_dir: true, is_link, bytes: 0, modified: None };
     let listed = store.list("").unwrap().into_iter().map(|entry| Entry { modified: None, ..entry });

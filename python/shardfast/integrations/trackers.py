@@ -132,8 +132,8 @@ class Saves:
 
     def __init__(self) -> None:
         self._running: list[tuple[Future[None], Callable[[], None]]] = []
-        # Of one thread: trackers are written in the order of the saves.
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-tracker")
+        self._background: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
 
     def begin(
         self,
@@ -166,6 +166,11 @@ class Saves:
             pending = save()
         except Exception as error:
             raise error from failed
+        # A forked child has no thread of its parent's.
+        if self._background is None or self._process != os.getpid():
+            # Of one thread: trackers are written in the order of the saves.
+            self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-tracker")
+            self._process = os.getpid()
         self._running.append((self._background.submit(_name_after_commit, pending, name), conclude))
         if failed is not None:
             raise failed

@@ -176,10 +176,7 @@ class LoadPlan:
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" (step {self.step})"
-        lines = [
-            f"{self.url}{at}: {len(self.tensors)} tensors, {len(self.values)} values",
-            f"  {self.bytes_wanted:,} bytes wanted, {self.bytes_read:,} read: {self.reads} reads of {self.files} files",
-        ]
+        lines = [f"{self.url}{at}: {len(self.tensors)} tensors, {len(self.values)} values", f"  {self._traffic()}"]
         lists = {
             "renamed": [f"{old} -> {new}" for old, new in self.renamed.items()],
             "cast": [f"{name}: {saved} -> {ours}" for name, (saved, ours) in self.cast.items()],
@@ -196,6 +193,15 @@ class LoadPlan:
             if names:
                 lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in names)]
         return "\n".join(lines)
+
+    def _traffic(self) -> str:
+        if self.reads or not self.bytes_read:
+            return (
+                f"{self.bytes_wanted:,} bytes wanted, {self.bytes_read:,} read: "
+                f"{self.reads} reads of {self.files} files"
+            )
+        exchanged = f", {self.bytes_received:,} received from other ranks, {self.bytes_sent:,} sent to them"
+        return f"{self.bytes_read:,} bytes read{exchanged if self.is_shared else ''}"
 
     def add(self, traffic: Mapping[str, int]) -> None:
         """Adds what a read has moved; a load may make several."""

@@ -38,7 +38,7 @@ browser: setup
 oldest: setup
 	@scripts/oldest.sh
 
-# Installs the object-storage servers that the tests use.
+# Installs the storage servers that the tests use.
 servers:
 	@scripts/servers.sh install
 

@@ -152,14 +152,24 @@ is_running() {
     { read -r stat <"/proc/$1/stat"; } 2>/dev/null && [[ $stat != *') Z '* ]]
 }
 
+# is_of_group PID GROUP: whether a process with this id runs in the group; its id may long be that of another one. The
+# first thread of a process that has been killed can be gone before the others are.
+is_of_group() {
+    local stat state group threads
+    { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return 1
+    read -r state _ group _ <<<"${stat##*) }"
+    threads=("/proc/$1/task/"*)
+    [[ $group == "$2" ]] && { [[ $state != Z ]] || ((${#threads[@]} > 1)); }
+}
+
 # end_group PID DIR: kills what is left of the process group that this process leads. Returns when none of the nodes
 # runs that the folder names.
 end_group() {
-    local node pid
+    local node
     kill -KILL -- "-$1" 2>/dev/null || true
     for node in "$2"/*.pid; do
-        pid=$(cat "$node" 2>/dev/null) || continue
-        while [[ $pid ]] && is_running "$pid"; do sleep 0.01; done
+        [[ -s $node ]] || continue
+        while is_of_group "$(<"$node")" "$1"; do sleep 0.01; done
     done
 }
 
@@ -211,7 +221,7 @@ java_of_hadoop() {
         exec "${java[@]}" -Djava.io.tmpdir="$dir/tmp" -cp "$dir/conf:$servers/hdfs/lib/*" "$@"
 }
 
-# run_node NODE COMMAND...: runs a node of hdfs in its folder; when it has ended and `restart` asks for it, runs it again.
+# run_node NODE COMMAND...: runs a node of hdfs in its folder, and again when it has ended and `restart` asks for it.
 run_node() {
     local node=$1
     shift
@@ -273,6 +283,7 @@ configure_hdfs() {
     cat >"$dir/conf/log4j.properties" <<'EOF'
 log4j.rootLogger=WARN, console
 log4j.logger.org.apache.hadoop.util.NativeCodeLoader=ERROR
+log4j.logger.org.apache.hadoop.jmx.JMXJsonServlet=OFF
 log4j.appender.console=org.apache.log4j.ConsoleAppender
 log4j.appender.console.target=System.err
 log4j.appender.console.layout=org.apache.log4j.PatternLayout
@@ -281,28 +292,29 @@ EOF
 }
 
 # node_runs DIR NODE
-node_runs() { [[ -s $1/$2.pid ]] && is_running "$(<"$1/$2.pid")"; }
+node_runs() { [[ -s $1/$2.pid ]] && is_of_group "$(<"$1/$2.pid")" "$(<"$1/pid")"; }
 
-# describes DIR NODE BEAN: what a node of hdfs says of itself; nothing, if it does not answer.
-describes() {
-    curl --silent --noproxy '*' --max-time 5 "http://$(<"$1/$2.http")/jmx?qry=Hadoop:service=$3"
-}
+# says DIR NODE QUERY: what a node of hdfs says of itself.
+says() { curl --silent --noproxy '*' --max-time 5 "http://$(<"$1/$2.http")/jmx?$3"; }
 
-# hdfs_answers DIR NODE...: whether these nodes run and know each other.
+# hdfs_answers DIR NODE...: whether these nodes run, and know each other if the NameNode is one of them.
 hdfs_answers() {
-    local dir=$1 node said live=0
+    local dir=$1 node said data=()
     shift
     for node in "$@"; do
         node_runs "$dir" "$node" || return 1
-        [[ $node != namenode ]] || continue
-        said=$(describes "$dir" "$node" DataNode,name=DataNodeInfo) || return 1
-        [[ " $* " != *' namenode '* || $said == *'ActorState\":\"RUNNING'* ]] || return 1
-        live=$((live + 1))
+        [[ $node == namenode ]] || data+=("$node")
     done
-    [[ " $* " == *' namenode '* ]] || return 0
-    said=$(describes "$dir" namenode NameNode,name=FSNamesystemState) || return 1
-    [[ $said =~ \"NumLiveDataNodes\"\ :\ ([0-9]+) ]] && ((BASH_REMATCH[1] >= live)) &&
-        { ((live == 0)) || [[ $said == *'"FSState" : "Operational"'* ]]; }
+    if (($# > ${#data[@]})); then
+        said=$(says "$dir" namenode qry=Hadoop:service=NameNode,name=FSNamesystemState) || return 1
+        [[ $said =~ \"NumLiveDataNodes\"\ :\ ([0-9]+) ]] && ((BASH_REMATCH[1] >= ${#data[@]})) || return 1
+        # Without DataNodes it waits for their blocks.
+        ((${#data[@]} == 0)) || [[ $said == *'"FSState" : "Operational"'* ]] || return 1
+    fi
+    for node in "${data[@]}"; do
+        said=$(says "$dir" "$node" get=Hadoop:service=DataNode,name=DataNodeInfo::BPServiceActorInfo) || return 1
+        (($# == ${#data[@]})) || [[ $said == *'ActorState\":\"RUNNING'* ]] || return 1
+    done
 }
 
 # request CURL_ARGUMENTS...: whether the server made the bucket, or has it.
@@ -482,14 +494,13 @@ crash() {
 
 # restart DIR NODE: what `run_node` waits for is the file NODE.again.
 restart() {
-    local dir=${1-} node=${2-} pid other nodes=() deadline=$((SECONDS + start_seconds_max))
+    local dir=${1-} node=${2-} other nodes=() deadline=$((SECONDS + start_seconds_max))
     [[ " namenode ${datanodes[*]} " == *" $node "* ]] ||
         fail "restart: expected namenode or one of ${datanodes[*]}, found '$node'"
     [[ -f $dir/pid && -s $dir/$node.pid ]] && is_running "$(<"$dir/pid")" || fail "restart: no hdfs runs in '$dir'"
-    pid=$(<"$dir/$node.pid")
-    if is_running "$pid" && [[ $(readlink "/proc/$pid/cwd") == "$dir" ]]; then
-        kill -KILL "$pid"
-        while is_running "$pid"; do sleep 0.01; done
+    if node_runs "$dir" "$node"; then
+        kill -KILL "$(<"$dir/$node.pid")"
+        while node_runs "$dir" "$node"; do sleep 0.01; done
     fi
     rm "$dir/$node.pid"
     touch "$dir/$node.again"

@@ -63,9 +63,9 @@ USER_TYPES = shell(
     '"$here/tests/python/typing/user_script.py"'
 )
 
-# Tests skip a server that a person's machine cannot have (Go or Node are missing); in CI they fail.
+# Tests skip a server that a person's machine cannot have (Go, Node or Maven are missing); in CI they fail.
 SERVERS = (
-    "scripts/servers.sh install versitygw moto s3rver azurite || { [[ ! ${CI-} ]] && "
+    "scripts/servers.sh install versitygw moto s3rver azurite hdfs || { [[ ! ${CI-} ]] && "
     "echo 'tests that need the servers above will be skipped'; }"
 )
 

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// A server of object storage on this machine, with an empty bucket.
+use rustix::process::{Pid, Signal, kill_process};
+
+/// A storage server on this machine, with an empty bucket; the bucket of an HDFS is a directory.
 #[derive(Clone, Debug)]
 pub struct Server {
     values: HashMap<String, String>,
@@ -182,10 +184,66 @@ impl Server {
         format!("az://{}/{prefix}?endpoint={}", self.bucket(), self.endpoint())
     }
 
+    /// Returns the URL of a directory below the one that stands for the bucket, for an HDFS.
+    pub fn hdfs(&self, prefix: &str) -> String {
+        format!("{}/{}/{prefix}", self.endpoint(), self.bucket())
+    }
+
+    /// Returns host and port at which the NameNode of an HDFS takes calls.
+    pub fn namenode(&self) -> &str {
+        self.value("namenode")
+    }
+
+    /// Returns host and port of the NameNode's REST interface.
+    pub fn http(&self) -> &str {
+        self.value("http")
+    }
+
+    /// Returns host and port at which a DataNode of an HDFS takes and gives blocks; the first one is `datanode0`.
+    pub fn datanode(&self, node: &str) -> &str {
+        self.value(node)
+    }
+
+    /// Kills a node of an HDFS, `namenode` or `datanode0` to `datanode2`. It stays dead until it is
+    /// [restarted](Server::restart).
+    ///
+    /// # Panics
+    /// If the node does not run.
+    pub fn kill(&self, node: &str) {
+        let process = std::fs::read_to_string(self.dir().join(format!("{node}.pid"))).expect("the node's process id");
+        let process = process.trim().parse().ok().and_then(Pid::from_raw).expect("a process id");
+        kill_process(process, Signal::KILL).unwrap_or_else(|error| panic!("{node} cannot be killed: {error}"));
+    }
+
+    /// Starts a node of an HDFS again, with its data and its ports, and returns when it answers. Kills it before,
+    /// unless it is dead.
+    ///
+    /// # Panics
+    /// If the node does not start.
+    pub fn restart(&self, node: &str) {
+        assert!(run(&["restart", self.value("dir"), node]).status.success(), "{node} does not start again");
+    }
+
+    /// Runs a tool of Hadoop's with this HDFS, named by its class, and returns what it printed, as in
+    /// `tool(&["org.apache.hadoop.hdfs.tools.DFSck", "/"])`.
+    ///
+    /// # Panics
+    /// If the tool fails.
+    pub fn tool(&self, arguments: &[&str]) -> String {
+        let done = run(&[&["hadoop", self.value("dir")], arguments].concat());
+        let printed = String::from_utf8_lossy(&done.stdout).into_owned();
+        assert!(done.status.success(), "{arguments:?} failed: {printed}");
+        printed
+    }
+
     /// Returns the variables that give a program access to the server.
     fn environment(&self) -> Vec<(&'static str, String)> {
         if let Some(config) = self.values.get("config") {
             return vec![("AWS_CONFIG_FILE", config.clone()), ("AWS_SHARED_CREDENTIALS_FILE", String::new())];
+        }
+        // An HDFS has no keys, but variables in its line.
+        if !self.values.contains_key("key") {
+            return Vec::new();
         }
         vec![
             ("AWS_ACCESS_KEY_ID", self.value("key").to_owned()),

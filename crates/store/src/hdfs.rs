@@ -114,11 +114,6 @@ fn encoded(name: &str) -> Cow<'_, str> {
     if name.contains(['%', ':']) { name.replace('%', "%25").replace(':', "%3A").into() } else { name.into() }
 }
 
-/// Returns the calls to the NameNode that write `files` files with this many bytes each.
-fn calls_to_write(files: u64, bytes: u64, block_size: u64) -> Requests {
-    Requests { puts: files * (2 + bytes.div_ceil(block_size.max(1))), ..Requests::default() }
-}
-
 /// Returns the error of what took longer than [`STILL_MAX`].
 fn too_late() -> HdfsError {
     let message = format!("nothing came within {} s", STILL_MAX.as_secs());
@@ -232,7 +227,7 @@ impl Cluster {
     /// Writes a small file of its own.
     fn write_whole(&self, op: Action, name: &str, path: &str, bytes: &[u8]) -> Result<()> {
         let (length, bytes) = (bytes.len() as u64, vec![Bytes::copy_from_slice(bytes)]);
-        let requests = calls_to_write(1, length, self.block_size());
+        let requests = Requests { puts: writer::CALLS, ..Requests::default() };
         self.moved(op, name, 0..length, requests, writer::write_file(&self.client, path, &self.options, false, bytes))
     }
 

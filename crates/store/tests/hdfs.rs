@@ -46,7 +46,7 @@ fn parts_are_joined() {
 #[test]
 fn parts_are_copied_where_concat_is_refused() {
     Server::with("hdfs", "parts_are_copied_where_concat_is_refused", |server| {
-        let url = server.hdfs_at("/snapshots/run?replication=1");
+        let url = format!("{}/snapshots/run?replication=1", server.endpoint());
         let (store, noted) = Noted::open(&url).unwrap();
         let contents = pattern(4, LONG);
         let mut object = store.create("step/data", LONG as u64).unwrap();

@@ -2,16 +2,16 @@
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::StreamExt;
 use hdfs_native::client::WriteOptions;
 use hdfs_native::file::FileWriter;
 use hdfs_native::{Client, HdfsError};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
-use super::{Cluster, STILL_MAX, calls_to_write, step, too_late};
+use super::{Cluster, STILL_MAX, step, too_late};
 use crate::name::temporary_of;
 use crate::observe::Action;
 use crate::remote::Lending;
@@ -21,6 +21,16 @@ use crate::{Error, Kind, ObjectWriter, Requests, Result};
 /// Bytes that are given to the client library at a time.
 const PIECE_BYTES: usize = 1 << 20;
 
+/// Calls to the NameNode for a file of one block: its creation, its block, its end.
+pub(super) const CALLS: u64 = 3;
+
+/// Length of the blocks of a file into which parts are copied.
+const COPIED_BLOCK_BYTES: u64 = 1 << 30;
+
+/// Pause before the next block of a file: the NameNode gives none until it knows that the one before is written, and the
+/// client library cannot ask again.
+const BLOCK_PAUSE: Duration = Duration::from_secs(1);
+
 /// An object that is being written.
 pub(super) struct HdfsWriter {
     cluster: Arc<Cluster>,
@@ -29,6 +39,8 @@ pub(super) struct HdfsWriter {
     part_bytes: u64,
     /// Paths of the parts' files: the object's own, and temporary ones.
     paths: Vec<String>,
+    /// Options of these files: a block holds a whole part, since the next one of a file may have to be asked for again.
+    options: WriteOptions,
     state: Mutex<State>,
     is_finished: bool,
 }
@@ -43,24 +55,19 @@ struct State {
 }
 
 impl HdfsWriter {
-    /// Makes the writer of an object in parts of `part_bytes`; `first` is the new file under its name, and `number`
-    /// names the other parts.
+    /// Makes the writer of an object in parts of `part_bytes`, whose files have these paths; `first` is the new file
+    /// under its name.
     pub(super) fn new(
         cluster: Arc<Cluster>,
-        name: &str,
-        path: String,
+        name: String,
+        paths: Vec<String>,
         bytes: u64,
         part_bytes: u64,
-        number: u64,
+        options: WriteOptions,
         first: FileWriter,
     ) -> HdfsWriter {
-        let parts = bytes.div_ceil(part_bytes).max(1);
-        let dir = path.rsplit_once('/').map_or("", |(dir, _)| dir).to_owned();
-        let others = (1..parts).map(|part| format!("{dir}/{}", temporary_of(number.wrapping_add(part))));
-        let paths: Vec<String> = std::iter::once(path).chain(others).collect();
-        let state = State { first: Some(first), written: vec![false; paths.len()], joined: 1 };
-        let name = name.to_owned();
-        HdfsWriter { cluster, name, bytes, part_bytes, paths, state: Mutex::new(state), is_finished: false }
+        let state = Mutex::new(State { first: Some(first), written: vec![false; paths.len()], joined: 1 });
+        HdfsWriter { cluster, name, bytes, part_bytes, paths, options, state, is_finished: false }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -89,14 +96,13 @@ impl HdfsWriter {
         let bytes = pieces.iter().map(|piece| piece.len() as u64).sum();
         let from = part as u64 * self.part_bytes;
         let first = if part == 0 { self.state().first.take() } else { None };
-        let created = u64::from(first.is_none());
-        let mut requests = calls_to_write(1, bytes, cluster.block_size());
-        requests.puts -= 1 - created;
+        let created = u64::from(first.is_some());
+        let requests = Requests { puts: CALLS - created, ..Requests::default() };
         let write = async {
             match first {
                 Some(file) => fill(file, pieces).await,
                 // A try that failed has left its file.
-                None => write_file(&cluster.client, &self.paths[part], &cluster.options, true, pieces).await,
+                None => write_file(&cluster.client, &self.paths[part], &self.options, true, pieces).await,
             }
         };
         cluster.moved(Action::Write, &self.name, from..from + bytes, requests, write)?;
@@ -167,19 +173,27 @@ impl HdfsWriter {
         let (cluster, op, path) = (&self.cluster, Action::Finish, &self.paths[0]);
         let copied = Cluster::beside(path)?;
         let sources: Vec<&String> = std::iter::once(path).chain(&self.paths[joined..]).collect();
-        let mut requests = calls_to_write(1, self.bytes, cluster.block_size());
-        requests.heads += sources.len() as u64;
-        requests.gets += sources.len() as u64;
+        let (files, blocks) = (sources.len() as u64, self.bytes.div_ceil(COPIED_BLOCK_BYTES));
+        let requests = Requests { puts: CALLS + blocks - 1, heads: files, gets: files, ..Requests::default() };
+        let options =
+            self.options.clone().block_size(self.bytes.next_multiple_of(PIECE_BYTES as u64).min(COPIED_BLOCK_BYTES));
         let copy = async {
-            let mut file = step(cluster.client.create(&copied, &cluster.options)).await?;
+            let mut file = step(cluster.client.create(&copied, &options)).await?;
             let mut length = 0;
             for source in &sources {
                 let reader = step(cluster.client.read(source)).await?;
                 let mut pieces = Box::pin(reader.read_range_stream(0, reader.file_length()));
                 while let Some(piece) = timeout(STILL_MAX, pieces.next()).await.map_err(|_| too_late())? {
-                    let piece = piece?;
-                    length += piece.len() as u64;
-                    step(file.write_bytes(piece)).await?;
+                    let mut piece = piece?;
+                    while !piece.is_empty() {
+                        let room = COPIED_BLOCK_BYTES - length % COPIED_BLOCK_BYTES;
+                        if room == COPIED_BLOCK_BYTES && length > 0 {
+                            sleep(BLOCK_PAUSE).await;
+                        }
+                        let next = piece.split_to((piece.len() as u64).min(room) as usize);
+                        length += next.len() as u64;
+                        step(file.write_bytes(next)).await?;
+                    }
                 }
             }
             step(file.close()).await?;
@@ -253,6 +267,13 @@ impl Drop for HdfsWriter {
             let _ = self.cluster.remove(Action::Abort, &self.name, path);
         }
     }
+}
+
+/// Returns the paths of an object's parts: its own, and temporary ones beside it, numbered from `number` on.
+pub(super) fn paths(path: String, parts: u64, number: u64) -> Vec<String> {
+    let dir = path.rsplit_once('/').map_or("", |(dir, _)| dir).to_owned();
+    let others = (1..parts).map(|part| format!("{dir}/{}", temporary_of(number.wrapping_add(part))));
+    std::iter::once(path).chain(others).collect()
 }
 
 /// Writes a new file, on disk at each of its DataNodes when this returns.

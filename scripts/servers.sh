@@ -165,11 +165,10 @@ is_of_group() {
 # end_group PID DIR: kills what is left of the process group that this process leads. Returns when none of the nodes
 # runs that the folder names.
 end_group() {
-    local node
+    local node pid
     kill -KILL -- "-$1" 2>/dev/null || true
     for node in "$2"/*.pid; do
-        [[ -s $node ]] || continue
-        while is_of_group "$(<"$node")" "$1"; do sleep 0.01; done
+        while { read -r pid <"$node"; } 2>/dev/null && is_of_group "$pid" "$1"; do sleep 0.01; done
     done
 }
 
@@ -291,8 +290,11 @@ log4j.appender.console.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
 EOF
 }
 
-# node_runs DIR NODE
-node_runs() { [[ -s $1/$2.pid ]] && is_of_group "$(<"$1/$2.pid")" "$(<"$1/pid")"; }
+# node_runs DIR NODE: false also when the folder has been removed.
+node_runs() {
+    local pid group
+    { read -r pid <"$1/$2.pid" && read -r group <"$1/pid"; } 2>/dev/null && is_of_group "$pid" "$group"
+}
 
 # says DIR NODE QUERY: what a node of hdfs says of itself.
 says() { curl --silent --noproxy '*' --max-time 5 "http://$(<"$1/$2.http")/jmx?$3"; }
@@ -347,9 +349,9 @@ create_bucket_azure() { # URL KEY SECRET
 # Makes the directories when all nodes answer.
 create_bucket_hdfs() { # URL KEY SECRET DIR
     local at
+    hdfs_answers "$4" namenode "${datanodes[@]}" || return 1
     at=http://$(<"$4/namenode.http")/webhdfs/v1
-    hdfs_answers "$4" namenode "${datanodes[@]}" &&
-        request "$at/$bucket?op=MKDIRS&user.name=$2" &&
+    request "$at/$bucket?op=MKDIRS&user.name=$2" &&
         request "$at/snapshots?op=MKDIRS&user.name=$2" &&
         request "$at/snapshots?op=ALLOWSNAPSHOT&user.name=$2"
 }

@@ -59,11 +59,11 @@ class Hdfs(Server):
 
     def restart(self, node: str) -> None:
         """Starts a node again, with its data and its ports; kills it before, unless it is dead."""
-        subprocess.run([SCRIPT, "restart", self.directory, node], check=True)
+        subprocess.run([SCRIPT, "restart", str(self.directory), node], check=True)
 
     def tool(self, *arguments: str) -> str:
         """What a tool of Hadoop's prints: its class, then its arguments."""
-        command = [SCRIPT, "hadoop", self.directory, *arguments]
+        command = [SCRIPT, "hadoop", str(self.directory), *arguments]
         return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

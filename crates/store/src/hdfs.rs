@@ -286,10 +286,14 @@ impl Store for HdfsStore {
             let message = format!("expected an object of at most {} bytes, found {bytes}", PARTS.object_bytes_max());
             return Err(cluster.fail(Kind::Exhausted, op, name, message));
         }
+        let part_bytes = PARTS.of(bytes);
+        let options = cluster.options.clone().block_size(cluster.block_size().max(part_bytes));
         let requests = Requests { puts: 1, ..Requests::default() };
-        let first = cluster.call(op, name, requests, cluster.client.create(&path, &cluster.options))?;
+        let first = cluster.call(op, name, requests, cluster.client.create(&path, &options))?;
         let number = getrandom::u64().map_err(|error| cluster.fail(Kind::Internal, op, name, error.to_string()))?;
-        Ok(Box::new(HdfsWriter::new(Arc::clone(cluster), name, path, bytes, PARTS.of(bytes), number, first)))
+        let paths = writer::paths(&path, bytes.div_ceil(part_bytes).max(1), number);
+        let (cluster, name) = (Arc::clone(cluster), name.to_owned());
+        Ok(Box::new(HdfsWriter::new(cluster, name, paths, bytes, part_bytes, options, first)))
     }
 
     fn open_head(&self, name: &str, head_bytes: u64) -> Result<(Box<dyn ObjectReader>, Vec<u8>)> {

@@ -14,65 +14,79 @@ fn read(store: &dyn Store, name: &str) -> Vec<u8> {
     store.read(name, u64::MAX).unwrap()
 }
 
+/// Length of its parts.
+const PART: usize = 32 << 20;
+
 /// Names in a directory.
 fn names(store: &dyn Store, dir: &str) -> Vec<String> {
     store.list(dir).unwrap().into_iter().map(|entry| entry.name).collect()
 }
 
 #[test]
-fn contract() {
-    Server::with("hdfs", "contract", |server| {
+fn a_real_hdfs_keeps_the_contract() {
+    Server::with("hdfs", "a_real_hdfs_keeps_the_contract", |server| {
         conformance::check(|name| open(&server.hdfs(&format!("c/{name}"))).unwrap());
         conformance::check_reports(&server.hdfs("reports"));
-    });
-}
-
-#[test]
-fn parts_are_joined() {
-    Server::with("hdfs", "parts_are_joined", |server| {
-        let (store, noted) = Noted::open(&server.hdfs("parts?replication=1&block_size=16777216")).unwrap();
-        let contents = pattern(3, LONG);
-        write_object(&*store, "step/a:b%", &contents).unwrap();
-        let finished: Vec<_> = noted.take().into_iter().filter(|seen| seen.action == Action::Finish).collect();
-        assert_eq!(finished.len(), 1, "{finished:?}");
-        assert_eq!((finished[0].requests.puts, finished[0].failure), (1, None));
-        assert_eq!(names(&*store, "step"), ["a:b%"]);
-        assert!(read(&*store, "step/a:b%") == contents);
-        let healthy = server.tool(&["org.apache.hadoop.hdfs.tools.DFSck", "/", "-files", "-blocks"]);
+        parts_are_joined(server);
+        parts_are_copied_where_concat_is_refused(server);
+        an_unfinished_object_leaves_nothing(server);
+        refusals_have_their_kinds(server);
+        let healthy = server.tool(&["org.apache.hadoop.hdfs.tools.DFSck", "/"]);
         assert!(healthy.contains("The filesystem under path '/' is HEALTHY"), "{healthy}");
     });
 }
 
-#[test]
-fn parts_are_copied_where_concat_is_refused() {
-    Server::with("hdfs", "parts_are_copied_where_concat_is_refused", |server| {
-        let url = format!("{}/snapshots/run?replication=1", server.endpoint());
-        let (store, noted) = Noted::open(&url).unwrap();
-        let contents = pattern(4, LONG);
-        let mut object = store.create("step/data", LONG as u64).unwrap();
-        for (part, piece) in contents.chunks(32 << 20).enumerate() {
-            object.write_at((part * (32 << 20)) as u64, piece).unwrap();
-        }
-        server.tool(&["org.apache.hadoop.fs.FsShell", "-createSnapshot", "/snapshots", "taken"]);
-        object.finish().unwrap();
-        let failures: Vec<_> = noted.take().into_iter().filter(|seen| seen.failure.is_some()).collect();
-        assert_eq!(failures.len(), 1, "{failures:?}");
-        assert_eq!((failures[0].action, failures[0].failure), (Action::Finish, Some(Kind::Unsupported)));
-        assert_eq!(names(&*store, "step"), ["data"]);
-        assert!(read(&*store, "step/data") == contents);
-    });
+fn parts_are_joined(server: &Server) {
+    let (store, noted) = Noted::open(&server.hdfs("parts?replication=1&block_size=16777216")).unwrap();
+    let contents = pattern(3, LONG);
+    write_object(&*store, "step/a:b%", &contents).unwrap();
+    let finished: Vec<_> = noted.take().into_iter().filter(|seen| seen.action == Action::Finish).collect();
+    assert_eq!(finished.len(), 1, "{finished:?}");
+    assert_eq!((finished[0].requests.puts, finished[0].failure), (1, None));
+    assert_eq!(names(&*store, "step"), ["a:b%"]);
+    assert!(read(&*store, "step/a:b%") == contents);
 }
 
-#[test]
-fn an_unfinished_object_leaves_nothing() {
-    Server::with("hdfs", "an_unfinished_object_leaves_nothing", |server| {
-        let store: Arc<dyn Store> = open(&server.hdfs("unfinished?replication=1")).unwrap();
-        let object = store.create("step/data", LONG as u64).unwrap();
-        object.write_at(32 << 20, &pattern(1, 32 << 20)).unwrap();
-        assert_eq!(names(&*store, "step").len(), 2);
-        drop(object);
-        assert_eq!(names(&*store, "step"), Vec::<String>::new());
-    });
+fn parts_are_copied_where_concat_is_refused(server: &Server) {
+    let (store, noted) = Noted::open(&format!("{}/snapshots/run?replication=1", server.endpoint())).unwrap();
+    let contents = pattern(4, LONG);
+    let mut object = store.create("step/data", LONG as u64).unwrap();
+    for (part, piece) in contents.chunks(PART).enumerate() {
+        object.write_at((part * PART) as u64, piece).unwrap();
+    }
+    server.tool(&["org.apache.hadoop.fs.FsShell", "-createSnapshot", "/snapshots", "taken"]);
+    object.finish().unwrap();
+    let failures: Vec<_> = noted.take().into_iter().filter(|seen| seen.failure.is_some()).collect();
+    assert_eq!(failures.len(), 1, "{failures:?}");
+    assert_eq!((failures[0].action, failures[0].failure), (Action::Finish, Some(Kind::Unsupported)));
+    assert_eq!(names(&*store, "step"), ["data"]);
+    assert!(read(&*store, "step/data") == contents);
+}
+
+fn an_unfinished_object_leaves_nothing(server: &Server) {
+    let store: Arc<dyn Store> = open(&server.hdfs("unfinished?replication=1")).unwrap();
+    let object = store.create("step/data", LONG as u64).unwrap();
+    object.write_at(PART as u64, &pattern(1, PART)).unwrap();
+    assert_eq!(names(&*store, "step").len(), 2);
+    drop(object);
+    assert_eq!(names(&*store, "step"), Vec::<String>::new());
+}
+
+fn refusals_have_their_kinds(server: &Server) {
+    let (url, admin) = (server.hdfs("refused"), "org.apache.hadoop.hdfs.tools.DFSAdmin");
+    let store = open(&url).unwrap();
+    store.put("file", b"x").unwrap();
+    let kind = |name: &str| store.put(name, b"x").unwrap_err().kind;
+    assert_eq!(kind("file/below"), Kind::Invalid, "a file is no directory");
+    server.tool(&[admin, "-setSpaceQuota", "1000", "/shardfast-test/refused"]);
+    let error = store.put("full", b"x").unwrap_err();
+    assert_eq!((error.kind, error.message.contains("quota")), (Kind::Exhausted, true), "{error}");
+    server.tool(&[admin, "-clrSpaceQuota", "/shardfast-test/refused"]);
+    server.tool(&[admin, "-safemode", "enter"]);
+    let error = store.put("safe", b"x").unwrap_err();
+    assert_eq!((error.kind, error.wait.is_some()), (Kind::Unavailable, true), "{error}");
+    server.tool(&[admin, "-safemode", "leave"]);
+    assert_eq!(names(&*store, ""), ["file"]);
 }
 
 #[test]

@@ -270,10 +270,10 @@ impl Drop for HdfsWriter {
 }
 
 /// Returns the paths of an object's parts: its own, and temporary ones beside it, numbered from `number` on.
-pub(super) fn paths(path: String, parts: u64, number: u64) -> Vec<String> {
-    let dir = path.rsplit_once('/').map_or("", |(dir, _)| dir).to_owned();
+pub(super) fn paths(path: &str, parts: u64, number: u64) -> Vec<String> {
+    let dir = path.rsplit_once('/').map_or("", |(dir, _)| dir);
     let others = (1..parts).map(|part| format!("{dir}/{}", temporary_of(number.wrapping_add(part))));
-    std::iter::once(path).chain(others).collect()
+    std::iter::once(path.to_owned()).chain(others).collect()
 }
 
 /// Writes a new file, on disk at each of its DataNodes when this returns.

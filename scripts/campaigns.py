@@ -108,6 +108,7 @@ STEPS = [
             *pytest("-o", "faulthandler_timeout=0", "tests/python/test_optimizer_table.py"),
         ),
     ),
+    Step("nodes of HDFS that die", given({"SHARDFAST_HDFS_KILLS": 1}, *pytest("tests/python/test_hdfs.py"))),
     Step("reports of killed jobs", given({"SHARDFAST_REPORT_KILLS": 100}, *pytest("tests/python/test_report.py"))),
     Step(
         "faults that reports must find",

@@ -97,9 +97,23 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let root = format!("/{}", encoded(&path));
     let server = format!("{}://{authority}", url.scheme);
     let rest = Rest::new(network.connector().client(), &configuration, url.scheme, &authority, &root);
+    let mut settings: Vec<(String, String)> = TRIES.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+    if url.scheme == "viewfs" {
+        let fallback = format!("fs.viewfs.mounttable.{authority}.linkFallback");
+        // The client library wants one, although no path of this store is there.
+        match (configuration.text(&fallback), configuration.mount(&authority, &root)) {
+            (Some(_), _) => {}
+            (None, Some((_, target))) => settings.push((fallback, target.to_owned())),
+            (None, None) => {
+                let links = configuration.links(&authority).join(", ");
+                let message = format!("expected a path below a link of the mount table; its links: {links}");
+                return Err(invalid(message));
+            }
+        }
+    }
     let client = ClientBuilder::new()
         .with_url(&server)
-        .with_config(TRIES)
+        .with_config(settings)
         .with_io_runtime(network.handle(&server)?)
         .build()
         .map_err(|error| failure::of(&error, Action::Open.word(), url.shown()))?;

@@ -90,13 +90,20 @@ impl Configuration {
         self.text(name).is_some_and(|found| found.eq_ignore_ascii_case(value))
     }
 
+    /// Returns the links of a cluster's mount table, sorted.
+    pub(super) fn links(&self, cluster: &str) -> Vec<&str> {
+        let prefix = format!("fs.viewfs.mounttable.{cluster}.link.");
+        let mut links: Vec<&str> = self.values.keys().filter_map(|name| name.strip_prefix(&prefix)).collect();
+        links.sort_unstable();
+        links
+    }
+
     /// Returns the path below which a path of a cluster's mount table lies, with the place that is mounted there,
     /// `hdfs://authority/path`.
     pub(super) fn mount(&self, cluster: &str, path: &str) -> Option<(&str, &str)> {
-        let prefix = format!("fs.viewfs.mounttable.{cluster}.link.");
-        let holds = |link: &str| path.strip_prefix(link).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
-        let links = self.values.iter().filter_map(|(name, target)| Some((name.strip_prefix(&prefix)?, target)));
-        links.filter(|(link, _)| holds(link)).max_by_key(|(link, _)| link.len()).map(|(link, target)| (link, &**target))
+        let holds = |link: &&str| path.strip_prefix(*link).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+        let link = self.links(cluster).into_iter().filter(holds).max_by_key(|link| link.len())?;
+        Some((link, self.text(&format!("fs.viewfs.mounttable.{cluster}.link.{link}"))?))
     }
 
     /// Returns the addresses at which the NameNodes of an authority answer over HTTP, `http://host:port`.

@@ -27,8 +27,8 @@ pub(super) const CALLS: u64 = 3;
 /// Length of the blocks of a file into which parts are copied.
 const COPIED_BLOCK_BYTES: u64 = 1 << 30;
 
-/// Pause before the next block of a file: the NameNode gives none until it knows that the one before is written, and the
-/// client library cannot ask again.
+/// Pause before the next block of a file: the NameNode gives none until it knows that the one before is written, and
+/// the client library cannot ask again.
 const BLOCK_PAUSE: Duration = Duration::from_secs(1);
 
 /// An object that is being written.

@@ -128,6 +128,23 @@ def test_a_mount_table_leads_to_the_same_files(hdfs, tmp_path):
     assert "big" in [path.name for path in files_of(hdfs, "mounted")]
 
 
+def test_a_forked_child_is_refused(hdfs):
+    program = (
+        "import os, shardfast as sf\n"
+        f"sf.save({hdfs.hdfs('forked')!r}, {{'extra': {{'x': 1}}}})\n"
+        "if (child := os.fork()) == 0:\n"
+        "    try:\n"
+        f"        sf.load({hdfs.hdfs('forked')!r}, {{'extra': {{'x': 0}}}})\n"
+        "    except sf.Unsupported as error:\n"
+        "        print(error, flush=True)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        f"sf.load({hdfs.hdfs('forked')!r}, {{'extra': {{'x': 0}}}})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "HDFS was used before this process was forked" in done.stdout, done
+
+
 def test_a_training_outlives_its_namenode(hdfs):
     run, state = hdfs.hdfs("killed"), {"model": torch.nn.Linear(500, 400)}
     back = threading.Thread(target=lambda: (time.sleep(1), hdfs.restart("namenode")))

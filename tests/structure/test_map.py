@@ -98,7 +98,7 @@ CRATE_LINES_MAX = {
     "transfer": 5940,  # 5,100 and bytes counted, timeouts of calls, the devices of an engine, events of saves and loads
     "plan": 3000,  # 2,900, rounded up from 2,984
     "format": 3850,  # 3,600 and columns of records
-    "store": 8340,  # 6,150 and foreign objects in lists, secrets in messages, events of operations, HDFS (1,280)
+    "store": 8370,  # 6,150 and foreign objects in lists, secrets in messages, events of operations, HDFS (1,310)
     "coord": 4430,  # 4,358 and gaps in which the process did not run
     "optim": 1900,  # 1,800, rounded up from 1,866
 }

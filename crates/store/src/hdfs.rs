@@ -23,7 +23,7 @@ mod writer;
 use std::borrow::Cow;
 use std::future::Future;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -77,9 +77,18 @@ const TRIES: [(&str, &str); 3] = [
     ("dfs.client.failover.sleep.max.millis", "1000"),
 ];
 
+/// Process that first opened an HDFS. The client library keeps connections for all stores of a process, which a forked
+/// child would share with its parent.
+static PROCESS: OnceLock<u32> = OnceLock::new();
+
 /// Opens the URL `hdfs://namenode:port/path?option=value`, `hdfs://nameservice/path` or `viewfs://cluster/path`.
 pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Store>> {
     let invalid = |message: String| Error::new(Kind::Invalid, Action::Open.word(), url.shown(), message);
+    if *PROCESS.get_or_init(std::process::id) != std::process::id() {
+        let what = "HDFS was used before this process was forked, and its connections are the parent's: start the \
+                    process anew (spawn) instead of forking it";
+        return Err(Error::new(Kind::Unsupported, Action::Open.word(), url.shown(), what));
+    }
     let (authority, path) = url.bucket_and_prefix()?;
     name::check_dir(Action::Open.word(), &url.shown(), &path)?;
     let configuration = Configuration::read().map_err(invalid)?;

@@ -515,7 +515,16 @@ impl<D: Disk> Store for LocalStore<D> {
                 };
                 let entry = path.join(&name);
                 // Removed since, or a dangling link: it cannot be opened either.
-                let Some(stat) = absent_is_fine(self.call("list", &entry, |disk| disk.stat(&entry)))? else { continue };
+                // One that refers to itself is listed as it stands: who reads it gets the error.
+                let stat = |disk: &D| match disk.stat(&entry) {
+                    Err(Errno::LOOP) => Ok(None),
+                    stat => stat.map(Some),
+                };
+                let Some(stat) = absent_is_fine(self.call("list", &entry, stat))? else { continue };
+                let Some(stat) = stat else {
+                    entries.push(Entry { name, is_dir: false, is_link: true, bytes: 0, modified: None });
+                    continue;
+                };
                 let is_dir = stat.kind == FileKind::Dir;
                 let (bytes, modified) = (if is_dir { 0 } else { stat.bytes }, Some(stat.modified));
                 // An entry of another type than its target is a link.

@@ -257,3 +257,15 @@ impl Drop for Progress {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_progress_never_goes_back() {
+        let progress = Progress::new("verified");
+        let shown = [0, 3, 1000, 998, 1000].map(|thousandths| progress.advances(thousandths));
+        assert_eq!(shown, [true, true, true, false, false]);
+    }
+}

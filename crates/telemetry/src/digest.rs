@@ -201,6 +201,8 @@ fn sum(record: &Record, class: Class) -> Sum {
 
 #[cfg(test)]
 mod tests {
+    use shardfast_transfer::events::Event;
+
     use super::*;
 
     #[test]
@@ -208,6 +210,16 @@ mod tests {
         let given = [("", 1), ("a", 1), ("a", 2), ("b", 65_535), ("c", 65_534), ("ä".repeat(9).leak(), 3)];
         let expected = [("a", 1), ("c", 65_534), ("ääääääää", 3)].map(|(name, at)| (name.into(), at));
         assert_eq!(bounded(given), expected);
+    }
+
+    #[test]
+    fn a_program_waits_no_longer_than_the_operation_takes() {
+        let record = Record::new(std::time::Instant::now());
+        let (took, after) = (std::time::Duration::from_millis(9), std::time::Duration::from_millis(5));
+        record.noted(&Event::Stalled { took });
+        record.noted(&Event::Outcome { failure: None, number: None, after });
+        let digest = Digest::new(&Place::default(), &record, &Report::default());
+        assert_eq!((digest.stalled_us, digest.ended_us), (5000, 5000));
     }
 
     #[test]
@@ -243,7 +255,7 @@ mod tests {
         assert!(!bytes.is_empty() && bytes.len() <= SAID_BYTES_MAX, "{}", bytes.len());
         let found = Digest::decode(&bytes).unwrap();
         assert_eq!((found.sums, found.files, &found.slowest), (digest.sums, u32::MAX, &digest.slowest));
-        assert_eq!(found.failure, "ä…", "a rank that failed says so");
+        assert_eq!(found.failure, "ää…", "a rank that failed says so");
         assert_eq!(found.place.coordinates, [], "these go before the failure");
         // A real save leaves room for both.
         let coordinates = bounded(["dp_shard", "tp", "cp", "ep", "pp"].map(|name| (name, 1000)));

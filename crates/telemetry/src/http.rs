@@ -69,3 +69,31 @@ async fn send(
     driver.abort();
     body.map(http_body_util::Collected::to_bytes).map_err(|error| error.to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_without_an_end_is_not_kept() {
+        for head in ["Content-Length: 100000000000", "Transfer-Encoding: chunked"] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = listener.local_addr().unwrap().to_string();
+            let serving = std::thread::spawn(move || {
+                let (mut stream, _) = listener.accept().unwrap();
+                let _ = stream.read(&mut [0; 4096]);
+                let _ = stream.write_all(format!("HTTP/1.1 200 OK\r\n{head}\r\n\r\n").as_bytes());
+                let piece = format!("10000\r\n{}\r\n", "a".repeat(0x10000));
+                // Until the client hangs up.
+                (0..4096).take_while(|_| stream.write_all(piece.as_bytes()).is_ok()).count()
+            });
+            let answer = runtime().unwrap().block_on(post(&address, "/", &[], Vec::new()));
+            assert!(answer.is_err(), "{head}");
+            let pieces = serving.join().unwrap();
+            assert!(pieces < 400, "{head}: {pieces} pieces of 64 KiB were taken");
+        }
+    }
+}

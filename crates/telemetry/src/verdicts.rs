@@ -254,7 +254,8 @@ fn failed(collected: &Collected, found: &mut Vec<Verdict>) {
         let text = format!("it failed: {failure}");
         found.push(verdict(collected, ranks, "outcome", "failed", ended_ms(ranks), text));
     }
-    let missing: Vec<usize> = collected.missing.iter().map(|&rank| rank as usize).collect();
+    let missing = collected.missing.iter().map(|&rank| rank as usize);
+    let missing: Vec<usize> = missing.filter(|&rank| rank < collected.ranks.len()).collect();
     if !missing.is_empty() {
         let text = "said nothing when the outcome was known: stopped, ended or out of reach".to_owned();
         found.push(verdict(collected, &missing, "outcome", "missing", 0.0, text));

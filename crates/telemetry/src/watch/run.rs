@@ -88,7 +88,7 @@ impl Run {
         let files = listed.into_iter().filter(|entry| !entry.is_dir);
         let mut dated: Vec<(u64, String)> = files.map(|entry| (time_of(&entry, now_ms), entry.name)).collect();
         dated.sort_unstable();
-        let end = dated.iter().filter(|(_, name)| is_end_name(name)).next_back().cloned();
+        let end = dated.iter().rfind(|(_, name)| is_end_name(name)).cloned();
         dated.retain(|(_, name)| is_save(name));
         self.has_ended = end.as_ref() > dated.last();
         // Records that a sweep removed do not come back.

@@ -167,8 +167,18 @@ class Session:
     def overdue(self, patience_s: float) -> tuple[list[str], bool]:
         """A sentence for each operation that has waited longer for ranks, once; whether any waits for ranks."""
 
-    def refuse(self, kind_name: str, message: str, timeout_s: float) -> NoReturn:
-        """Takes part in the next operation with a failure: every rank raises it instead of waiting for this one."""
+    def refuse(
+        self,
+        kind_name: str,
+        message: str,
+        timeout_s: float,
+        asked: tuple[bool, str, int | None, float] | None = None,
+    ) -> NoReturn:
+        """Takes part in the next operation with a failure: every rank raises it instead of waiting for this one.
+
+        ``asked`` is the save or load that fails so: whether it is a save, its place, its step, and the seconds since
+        the user's call.
+        """
 
 @final
 class Window:
@@ -276,6 +286,9 @@ class Checkpoint:
 
     def moved(self) -> tuple[int, int]:
         """The bytes that this rank's load wants, and those of them that are verified and in place."""
+
+    def failed(self, kind_name: str, message: str) -> None:
+        """Notes that the load has failed on this rank; does nothing if it has ended."""
 
     def barrier(self, timeout_s: float) -> None:
         """Waits for all ranks after a step that each makes alone; a rank that refuses fails all."""
@@ -407,11 +420,15 @@ def save(
     blocking: bool = False,
     prove: bool | None = None,
     window: Window | None = None,
+    after_s: float = 0.0,
 ) -> Pending:
     """Begins to save what is described as the checkpoint at ``url``."""
 
-def open(session: Session, url: str, *, timeout_s: float) -> Checkpoint:
-    """Opens the checkpoint at ``url``. Every rank calls it; rank 0 reads."""
+def open(session: Session, url: str, *, timeout_s: float, after_s: float | None = None) -> Checkpoint:
+    """Opens the checkpoint at ``url``. Every rank calls it; rank 0 reads.
+
+    ``after_s`` are the seconds since the user's call of a load; ``None`` for what only looks at the checkpoint.
+    """
 
 @final
 class Retention:
@@ -438,7 +455,7 @@ def begin_run(
     """Makes sure that a run holds no committed step from ``step`` on; which ones moved out of its way, and where to."""
 
 def newest(
-    session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float
+    session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float, after_s: float = 0.0
 ) -> tuple[tuple[int, Checkpoint] | None, list[str]]:
     """Opens the newest committed checkpoint of a run, of those below a step: its step and it; what was passed over."""
 
@@ -470,7 +487,7 @@ def decode(data: bytes) -> object:
     """The value that :class:`Value` encoded."""
 
 def flush(timeout_s: float) -> None:
-    """Waits until what this process exports is sent, for at most that long."""
+    """Waits until what this process has to say of its saves and loads is stored and sent, for at most that long."""
 
 def note_end(url: str, timeout_s: float) -> None:
     """Notes beside the records of a run that its job has ended; waits for at most that long. Never raises for it."""

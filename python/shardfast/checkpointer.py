@@ -27,7 +27,7 @@ from .state.description import Describer
 from .state.entries import units_of
 from .state.load_plan import LoadPlan, Options, Rename
 from .state.stateful import Sharded
-from .verbs import Url, begin, expect_step, expect_url, fill, patterns, prepared
+from .verbs import Url, begin, concluding, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")
 
@@ -203,24 +203,29 @@ class Checkpointer:
             The step that was restored; 0 when the run has no committed checkpoint.
         """
         self._settle(0)
+        began = time.perf_counter()
         session = current(self._timeout_s, self._process_group)
         options = prepared(
             session,
             lambda: Options(strict, rename, cast, patterns(only), per_rank, self._pickle),
             self._timeout_s,
         )
-        began = time.perf_counter()
         if step is not None:
             prepared(session, lambda: self._expect_asked(step, older), self._timeout_s)
-            checkpoint = native.open(session, native.step_url(self.url, step), timeout_s=self._timeout_s)
-            self._expect_of(step, checkpoint)
+            place, after_s = native.step_url(self.url, step), time.perf_counter() - began
+            checkpoint = native.open(session, place, timeout_s=self._timeout_s, after_s=after_s)
+            with concluding(checkpoint):
+                self._expect_of(step, checkpoint)
             self.restored = fill(session, checkpoint, state, options, self._timeout_s, progress=progress)
             self._was_restored(step, checkpoint, state, began)
             self._free_from = None
             return step
         below: int | None = None
         while True:
-            found, skipped = native.newest(session, self.url, older=older, below=below, timeout_s=self._timeout_s)
+            after_s = time.perf_counter() - began if below is None else 0.0
+            found, skipped = native.newest(
+                session, self.url, older=older, below=below, timeout_s=self._timeout_s, after_s=after_s
+            )
             if found is None:
                 if below is not None:
                     raise Corrupt(f"{self.url}: every committed checkpoint is damaged")
@@ -229,7 +234,8 @@ class Checkpointer:
                 self._free_from = 0
                 return 0
             newest, checkpoint = found
-            self._expect_of(newest, checkpoint)
+            with concluding(checkpoint):
+                self._expect_of(newest, checkpoint)
             for reason in skipped if session.rank == 0 else ():
                 _log.warning("passed over %s", reason)
             try:

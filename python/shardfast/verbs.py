@@ -7,7 +7,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from . import adapters as frameworks
@@ -29,6 +29,9 @@ from .state.sharded import load as load_pieces
 
 Url = str | os.PathLike[str]
 T = TypeVar("T")
+
+Asked = tuple[bool, str, int | None, float]
+"""A save or load: whether it is a save, its place, its step, and the seconds since the user's call."""
 
 
 @call("save()")
@@ -172,6 +175,9 @@ def begin(
     ``window`` gives what was captured ahead of this save of what is described.
     """
 
+    began = time.perf_counter()
+    described_s = 0.0
+
     def prepare() -> Callable[[], tuple[Pending, native.Pending]]:
         place, notes = _expect_own_directory(expect_url(url)), dict((user() if callable(user) else user) or {})
         if step is not None:
@@ -188,6 +194,8 @@ def begin(
         ahead, streams = window(said.described), _streams(said.described.devices)
 
         def begin() -> tuple[Pending, native.Pending]:
+            nonlocal described_s
+            described_s = time.perf_counter() - began
             begun = native.save(
                 session,
                 place,
@@ -201,14 +209,16 @@ def begin(
                 blocking=blocking,
                 prove=prove,
                 window=ahead,
+                after_s=described_s,
             )
             return Pending(place, begun, said.watched, ahead), begun
 
         return begin
 
-    began = time.perf_counter()
+    asked = functools.partial(_asked, True, url, step, began)
     # An interrupt in the second part comes when the ranks have met: it is no failure of the next call.
-    pending, begun = prepared(session, prepared(session, prepare, timeout_s), timeout_s, failures=Exception)
+    first = prepared(session, prepare, timeout_s, asked=asked)
+    pending, begun = prepared(session, first, timeout_s, failures=Exception, asked=asked)
     try:
         in_flight.add(pending)
     finally:
@@ -218,7 +228,7 @@ def begin(
             pending.raised()
             raise
     if not blocking:
-        pending.stalled(time.perf_counter() - began)
+        pending.stalled(time.perf_counter() - began - described_s)  # the save has counted what was before it
     return pending
 
 
@@ -303,13 +313,15 @@ def load(
             that keep the loaded data.
         Unsupported: The format is newer, or a value's class is not imported, or a value is larger than the limit.
     """
+    began = time.perf_counter()
     session = current(timeout_s, process_group)
     options, place = prepared(
         session,
         lambda: (Options(strict, rename, cast, patterns(only), per_rank, pickle), expect_url(url)),
         timeout_s,
+        asked=functools.partial(_asked, False, url, None, began),
     )
-    checkpoint = native.open(session, place, timeout_s=timeout_s)
+    checkpoint = native.open(session, place, timeout_s=timeout_s, after_s=time.perf_counter() - began)
     return fill(session, checkpoint, state, options, timeout_s, progress=progress)
 
 
@@ -361,6 +373,30 @@ def fill(
     ``peer_reads`` is ``"always"`` if one rank reads the bytes that several ranks want, ``"never"`` if each reads for
     itself, else the engine decides by where the storage is. ``progress`` is as in :func:`load`.
     """
+    with concluding(checkpoint):
+        return _filled(session, checkpoint, state, options, timeout_s, peer_reads, progress)
+
+
+@contextlib.contextmanager
+def concluding(checkpoint: native.Checkpoint) -> Iterator[None]:
+    """An error of the block is one of the load that the checkpoint was opened for, so that reports tell it."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Error):  # of another process
+            checkpoint.failed(*_told(error))
+        raise
+
+
+def _filled(
+    session: native.Session,
+    checkpoint: native.Checkpoint,
+    state: dict[str, Any],
+    options: Options,
+    timeout_s: float,
+    peer_reads: str,
+    progress: bool,
+) -> LoadPlan:
     match = _matched(session, checkpoint, state, options, timeout_s)
     match.plan.expect_no_problems()
     in_flight.staged()
@@ -413,16 +449,17 @@ def prepared(
     timeout_s: float,
     *,
     failures: type[BaseException] = BaseException,
+    asked: Callable[[], Asked] | None = None,
 ) -> T:
     """The result of ``prepare`` on this rank; its error fails all ranks, so that none waits for this one.
 
-    After what ends the program, such as ``KeyboardInterrupt``, it waits for the others no longer than
-    :data:`TELLING_S`.
+    ``asked`` gives the save or load that fails so, if that is not open yet. After what ends the program, such as
+    ``KeyboardInterrupt``, it waits for the others no longer than :data:`TELLING_S`.
     """
     try:
         return prepare()
     except failures as error:
-        agreed = _refused(session, error, timeout_s)
+        agreed = _refused(session, error, timeout_s, asked)
         try:
             if agreed is error:
                 raise
@@ -431,10 +468,31 @@ def prepared(
             del agreed
 
 
-def _refused(session: native.Session, error: BaseException, timeout_s: float) -> BaseException:
+def _refused(
+    session: native.Session, error: BaseException, timeout_s: float, asked: Callable[[], Asked] | None
+) -> BaseException:
     """Fails all ranks with this one's error, so that none waits for it; returns what to raise here."""
     if not isinstance(error, Exception):
         timeout_s = min(timeout_s, TELLING_S)
+    try:
+        session.refuse(*_told(error), timeout_s, None if asked is None else asked())
+    except Error as agreed:
+        return agreed if isinstance(error, Error) else error
+    return error
+
+
+def _asked(is_save: bool, url: object, step: object, began: float) -> Asked:
+    """A save or load that this rank refuses: its place and step as far as they are some."""
+    place, number = "", None
+    with contextlib.suppress(Error):
+        place = expect_url(url)
+        if step is not None:
+            number = expect_step(step)
+    return is_save, place, number, time.perf_counter() - began
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """The kind and the message with which other ranks, and reports, tell an error."""
     if isinstance(error, MemoryError):
         kind = Exhausted.__name__
     else:  # other exceptions come from the state's own code
@@ -443,12 +501,7 @@ def _refused(session: native.Session, error: BaseException, timeout_s: float) ->
     if not isinstance(error, Exception):
         message = f"it was interrupted by {type(error).__name__}"
     message += "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    message = message.encode("utf-8", "backslashreplace").decode()  # the state's own code may say anything
-    try:
-        session.refuse(kind, message, timeout_s)
-    except Error as agreed:
-        return agreed if isinstance(error, Error) else error
-    return error
+    return kind, message.encode("utf-8", "backslashreplace").decode()  # the state's own code may say anything
 
 
 def patterns(only: str | Sequence[str]) -> tuple[str, ...]:
@@ -509,7 +562,8 @@ def _expect_own_directory(place: str) -> str:
     return place
 
 
-def expect_step(step: object) -> None:
-    """Refuses what is no number of training steps."""
+def expect_step(step: object) -> int:
+    """The number of training steps; refuses what is none."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 64:
         raise Invalid(f"step={step!r}: expected the number of training steps done")
+    return step

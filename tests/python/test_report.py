@@ -318,3 +318,34 @@ def test_a_trainers_directory_named_by_its_step_has_records(tmp_path):
     report = reported(str(tmp_path / "out"))
     assert [(save["step"], save["outcome"]) for save in report["saves"]] == [(6, "committed")]
     assert [(load["step"], load["outcome"]) for load in report["loads"]] == [(6, "loaded")]
+
+
+def test_a_step_that_the_run_does_not_have_is_refused(tmp_path):
+    run = tmp_path / "run"
+    for step in (1, 2):
+        sf.save(run / f"step-{step:08}", state_of(0))
+    found = command(run, "--step", "7")
+    assert (found.returncode, found.stdout) == (3, ""), found
+    assert "expected a save or a load of step 7, or its record, found 2 steps, 1 to 2" in found.stderr
+
+
+def test_a_checkpoint_that_leaves_is_called_so(tmp_path):
+    run = tmp_path / "run"
+    sf.save(run / "step-00000001", state_of(0))
+    for record in (run / ".telemetry").iterdir():
+        record.unlink()
+    (run / "step-00000001" / "COMMIT").rename(run / "step-00000001" / ".leaving")
+    listed = subprocess.run([COMMAND, "ls", run], check=True, capture_output=True, text=True).stdout
+    assert "leaving" in listed
+    assert [save["outcome"] for save in reported(run)["saves"]] == ["leaving"]
+
+
+def test_a_link_to_itself_among_the_records_is_passed_over(tmp_path):
+    run = tmp_path / "run"
+    sf.save(run / "step-00000001", state_of(0))
+    records = run / ".telemetry"
+    for name in ("lp", "1700000000000-save-00000003.safetensors"):
+        (records / name).symlink_to(name)
+    report = reported(run)
+    assert [save["step"] for save in report["saves"]] == [1]
+    assert report["unreadable"] == [], "as one that leads nowhere"

@@ -89,21 +89,21 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 
 # Lines that a crate's product may have, comments included: without unit tests and kits for tests.
 CRATE_LINES_MAX = {
-    "native": 3650,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; what is told of a save
-    "cli": 2220,  # 1,400 and rewinds, reports of runs, watches of them, a look at what runs
+    "native": 3680,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; what is told of a save
+    "cli": 2240,  # 1,400 and rewinds, reports of runs, watches of them, a look at what runs
     "tools": 3780,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints, errors beside damage
-    "telemetry": 6230,  # records, verdicts, pages, traces, alerts of runs and jobs, HTTP, OTLP, the storage's metrics
+    "telemetry": 6400,  # records, verdicts, pages, traces, alerts of runs and jobs, HTTP, OTLP, the storage's metrics
     "multistep": 1950,  # 1,800, rounded up from 1,913
-    "engine": 7720,  # 6,600 and rewinds, attempts that die, calls that meet, ranks that share memory, listeners
-    "transfer": 5940,  # 5,100 and bytes counted, timeouts of calls, the devices of an engine, events of saves and loads
+    "engine": 7880,  # 6,600 and rewinds, attempts that die, calls that meet, shared memory, listeners, refusals
+    "transfer": 5960,  # 5,100 and bytes counted, timeouts of calls, the devices of an engine, events of saves and loads
     "plan": 3000,  # 2,900, rounded up from 2,984
     "format": 3850,  # 3,600 and columns of records
-    "store": 8370,  # 6,150 and foreign objects in lists, secrets in messages, events of operations, HDFS (1,310)
+    "store": 8390,  # 6,150 and foreign objects in lists, secrets in messages, events of operations, HDFS (1,310)
     "coord": 4430,  # 4,358 and gaps in which the process did not run
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
 PYTHON_LINES_MAX = {
-    "": 2930,  # 2,700 and what ranks are told of arguments and interrupts of one, lines on terminals, forked children
+    "": 3010,  # 2,700 and what ranks and reports are told of errors and interrupts of one, terminals, forked children
     "state": 5350,  # 5,150 and units whose ids clash behind split(), options of ranks, coordinates of ranks
     "capture": 830,  # 750 and saves that take far longer than usual, how far a save is
     "adapters": 6600,

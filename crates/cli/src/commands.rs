@@ -219,7 +219,7 @@ struct Progress {
     /// Format of the count.
     unit: fn(u64) -> String,
     is_shown: bool,
-    /// Thousandths done when the line was last written.
+    /// Thousandths done when the line was last written, and one more; 0 before that.
     last: AtomicU64,
 }
 
@@ -230,24 +230,42 @@ impl Progress {
     }
 
     fn of(verb: &'static str, unit: fn(u64) -> String) -> Progress {
-        Progress { verb, unit, is_shown: std::io::stderr().is_terminal(), last: AtomicU64::new(u64::MAX) }
+        Progress { verb, unit, is_shown: std::io::stderr().is_terminal(), last: AtomicU64::new(0) }
     }
 
     fn show(&self, done: u64, total: u64) {
         let thousandths = (done as f64 / total.max(1) as f64 * 1000.0) as u64;
-        if self.is_shown && self.last.swap(thousandths, Ordering::Relaxed) != thousandths {
-            let mut stderr = std::io::stderr().lock();
+        // Threads may come in another order than the counts that they bring: a line never goes back.
+        let mut stderr = std::io::stderr().lock();
+        if self.is_shown && self.advances(thousandths) {
             let bar = bar(done as f64 / total.max(1) as f64, BAR_CELLS);
             let _ = write!(stderr, "\r\x1b[K{} {bar} {} of {}", self.verb, (self.unit)(done), (self.unit)(total));
             let _ = stderr.flush();
         }
     }
+
+    /// Returns whether more is done than ever before.
+    fn advances(&self, thousandths: u64) -> bool {
+        self.last.fetch_max(thousandths + 1, Ordering::Relaxed) < thousandths + 1
+    }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if self.is_shown && self.last.load(Ordering::Relaxed) != u64::MAX {
+        if self.is_shown && self.last.load(Ordering::Relaxed) > 0 {
             let _ = write!(std::io::stderr(), "\r\x1b[K");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_progress_never_goes_back() {
+        let progress = Progress::new("verified");
+        let shown = [0, 3, 1000, 998, 1000].map(|thousandths| progress.advances(thousandths));
+        assert_eq!(shown, [true, true, true, false, false]);
     }
 }

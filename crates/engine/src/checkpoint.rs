@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::Manifest;
@@ -19,6 +19,7 @@ use crate::engine::Engine;
 use crate::foreign;
 use crate::listen::Verb;
 use crate::listened::Listened;
+use crate::operation::Operation;
 
 /// A committed checkpoint whose manifest is verified.
 pub struct Checkpoint {
@@ -63,6 +64,7 @@ impl Checkpoint {
     /// # Errors
     /// When the ranks do not all call it in time, or one of them refuses.
     pub fn agree_match(&self, touched: &[u32], problems: &[String], deadline: Duration) -> Result<MatchSummary> {
+        self.ended(Phase::Described);
         let operation = self.engine.begin(format!("match {}", self.url), deadline);
         let contribution = Ok((touched.to_vec(), problems.to_vec()));
         let matched = operation.agree("open", contribution, |ranks: Vec<(Vec<u32>, Vec<String>)>| {
@@ -187,6 +189,17 @@ impl Checkpoint {
         outcome
     }
 
+    /// Notes that the load has failed with an error of its caller.
+    pub fn failed(&self, error: &Error) {
+        self.conclude(&Err(error.clone()));
+    }
+
+    /// Returns the same checkpoint, opened for no load: what its caller does with it is not told.
+    pub fn looked_at(mut self) -> Checkpoint {
+        (self.load, self.files.observed) = (None, None);
+        self
+    }
+
     /// Notes the outcome of the load. Only the first call counts.
     fn conclude(&self, outcome: &Result<()>) {
         if let Some((load, number)) = &self.load
@@ -222,11 +235,34 @@ pub struct MatchSummary {
 /// The same on every rank: `NotFound` when no checkpoint is committed there (with a description of what is there
 /// instead), `Corrupt`, `Unsupported` for a newer format, the store's errors.
 pub fn open(engine: &Arc<Engine>, url: &str, timeout: impl Into<Timeout>) -> Result<Checkpoint> {
-    let timeout = timeout.into();
-    let observed = Arc::new(Observed::default());
-    let store = engine.observed_store(url, &timeout.shared(), &observed);
-    let store = store.map_err(|error| foreign::explained(url, error));
-    open_as(engine, store, url, timeout, observed)
+    let (timeout, observed) = (timeout.into(), Arc::default());
+    let store = store_of(engine, url, &timeout, &observed);
+    open_as(engine, store, url, timeout, &Arc::new(Listened::begin(engine, observed, Verb::Load, (url, None))))
+}
+
+/// Opens like [`open`] for a load that was requested at `began`: if it cannot be opened, the load has failed.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_to_load(
+    engine: &Arc<Engine>,
+    url: &str,
+    timeout: impl Into<Timeout>,
+    began: Instant,
+) -> Result<Checkpoint> {
+    let (timeout, observed) = (timeout.into(), Arc::new(Observed::since(began)));
+    let store = store_of(engine, url, &timeout, &observed);
+    let load = Arc::new(Listened::begin(engine, observed, Verb::Load, (url, None)));
+    let operation = engine.begin(format!("open {url}"), timeout.within());
+    open_in(&operation, store, url, timeout, &load).inspect_err(|error| {
+        load.note_outcome(&Err(error.clone()), operation.number_met());
+        load.collect_later(engine);
+    })
+}
+
+fn store_of(engine: &Engine, url: &str, timeout: &Timeout, observed: &Arc<Observed>) -> Result<Arc<dyn Store>> {
+    let store = engine.observed_store(url, &timeout.shared(), observed);
+    store.map_err(|error| foreign::explained(url, error))
 }
 
 /// Opens like [`open`] from a store that is already open at the checkpoint's place; `url` names the checkpoint in
@@ -240,7 +276,8 @@ pub fn open_from(
     url: &str,
     timeout: impl Into<Timeout>,
 ) -> Result<Checkpoint> {
-    open_as(engine, store, url, timeout.into(), Arc::default())
+    let load = Listened::begin(engine, Arc::default(), Verb::Load, (url, None));
+    open_as(engine, store, url, timeout.into(), &Arc::new(load))
 }
 
 fn open_as(
@@ -248,16 +285,24 @@ fn open_as(
     store: Result<Arc<dyn Store>>,
     url: &str,
     timeout: Timeout,
-    observed: Arc<Observed>,
+    load: &Arc<Listened>,
 ) -> Result<Checkpoint> {
-    let operation = engine.begin(format!("open {url}"), timeout.within());
-    let load = Listened::begin(engine, observed, Verb::Load, (url, None));
+    open_in(&engine.begin(format!("open {url}"), timeout.within()), store, url, timeout, load)
+}
+
+fn open_in(
+    operation: &Operation,
+    store: Result<Arc<dyn Store>>,
+    url: &str,
+    timeout: Timeout,
+    load: &Arc<Listened>,
+) -> Result<Checkpoint> {
     let manifest = operation.agree("open", store.as_ref().map(|_| ()).map_err(Error::clone), |ranks| {
         let manifest = store.as_ref().map_err(Error::clone).and_then(|store| read(&**store, url, &timeout.shared()))?;
         Ok(vec![manifest; ranks.len()])
     })?;
-    let checkpoint = Checkpoint::new(engine, url, store?, &manifest)?.within(timeout);
-    Ok(checkpoint.opened(Arc::new(load), operation.number()))
+    let checkpoint = Checkpoint::new(&operation.engine, url, store?, &manifest)?.within(timeout);
+    Ok(checkpoint.opened(Arc::clone(load), operation.number()))
 }
 
 /// Returns the verified manifest at `url`, or an error that describes what is there instead.

@@ -35,8 +35,9 @@ pub mod state;
 pub mod stream;
 
 pub use calls::Waits;
-pub use checkpoint::{Checkpoint, MatchSummary, open};
+pub use checkpoint::{Checkpoint, MatchSummary, open, open_to_load};
 pub use engine::{Engine, SAVE_MAX};
+pub use listened::wait_collected;
 pub use locate::{Located, absolute_url, locate, locate_all};
 pub use operation::of_ranks;
 pub use peers::{PeerReads, carrier, links_max};

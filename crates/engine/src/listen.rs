@@ -2,6 +2,7 @@
 //! rank 0 for it. The engine does not know what a listener does with them.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use shardfast_store::Shared;
 use shardfast_transfer::events::Observer;
@@ -23,12 +24,25 @@ pub enum Verb {
     Load,
 }
 
+/// A save or load that a rank refuses before the engine has begun it.
+#[derive(Clone, Debug)]
+pub struct Refused {
+    /// Kind of the operation.
+    pub verb: Verb,
+    /// Place of the checkpoint; empty if the caller named none.
+    pub url: String,
+    /// Training step of the checkpoint, if it is known.
+    pub step: Option<u64>,
+    /// Time of the request.
+    pub began: Instant,
+}
+
 /// A save or load that begins.
 #[derive(Clone, Copy)]
 pub struct Begun<'a> {
     /// Kind of the operation.
     pub verb: Verb,
-    /// Place of the checkpoint.
+    /// Place of the checkpoint, or of the run that has none; empty for a refusal whose caller named none.
     pub url: &'a str,
     /// Training step of the checkpoint, if it is known.
     pub step: Option<u64>,

@@ -3,7 +3,7 @@
 //! What a listener says is sent when the outcome of the operation is known: no call waits for it, and without it no
 //! outcome changes.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use shardfast_coord::{Error as Coord, Pulse};
@@ -21,6 +21,9 @@ const COLLECTED_WITHIN: Duration = Duration::from_secs(20);
 /// Time for which rank 0 waits for what chosen ranks tell in addition. All ranks have come to the round before, and
 /// rank 0's listener gets what they said there when this round is over.
 const TOLD_WITHIN: Duration = Duration::from_secs(5);
+
+/// Operations that are collected in the background: the process that does it, and their number.
+static COLLECTING: (Mutex<(u32, usize)>, Condvar) = (Mutex::new((0, 0)), Condvar::new());
 
 /// Answers to what a rank has said, where some ranks are chosen to tell more; if none is, the answer is empty.
 const NOT_CHOSEN: u8 = 0;
@@ -146,8 +149,40 @@ impl Listened {
     /// Collects like [`collect`](Listened::collect) in the background.
     pub(crate) fn collect_later(self: &Arc<Listened>, engine: &Arc<Engine>) {
         if self.listening.is_some() {
-            let (listened, engine) = (Arc::clone(self), Arc::clone(engine));
-            background::on_a_thread(move || listened.collect(&engine), drop);
+            let (listened, engine, counted) = (Arc::clone(self), Arc::clone(engine), Collecting::begin());
+            let collect = move || {
+                listened.collect(&engine);
+                drop(counted);
+            };
+            background::on_a_thread(collect, drop);
         }
     }
+}
+
+/// Counts an operation as collected in the background until it is dropped.
+struct Collecting;
+
+impl Collecting {
+    fn begin() -> Collecting {
+        let mut collecting = COLLECTING.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let process = std::process::id();
+        // A forked process has none of its parent's threads.
+        let before = if collecting.0 == process { collecting.1 } else { 0 };
+        *collecting = (process, before + 1);
+        Collecting
+    }
+}
+
+impl Drop for Collecting {
+    fn drop(&mut self) {
+        COLLECTING.0.lock().unwrap_or_else(PoisonError::into_inner).1 -= 1;
+        COLLECTING.1.notify_all();
+    }
+}
+
+/// Waits until no operation of this process is collected in the background any more, for at most that long.
+pub fn wait_collected(within: Duration) {
+    let process = std::process::id();
+    let collecting = COLLECTING.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let _ = COLLECTING.1.wait_timeout_while(collecting, within, |(of, number)| *of == process && *number > 0);
 }

@@ -7,9 +7,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shardfast_coord::{Error as Coord, Failure, NOT_CONTRIBUTED};
 use shardfast_transfer::error::{Error, Kind, Result};
+use shardfast_transfer::observed::Observed;
 
 use crate::calls::{self, Call, CallReport, Verdict, Waits, overtaken, too_late};
 use crate::engine::Engine;
+use crate::listen::Refused;
+use crate::listened::Listened;
 
 /// Marks an error that rank 0 decided for all ranks, as opposed to a failure of rank 0 itself.
 const DECISION: &str = "=";
@@ -48,7 +51,23 @@ impl Engine {
 
     /// Takes part in the next operation with a failure: it fails on every rank with this rank's reason.
     pub fn refuse(self: &Arc<Engine>, error: Error, deadline: Duration) -> Error {
+        self.refuse_in(&self.begin(String::new(), deadline), error)
+    }
+
+    /// Refuses like [`refuse`](Engine::refuse) a save or load of which the listener of this rank gets to know as the
+    /// listeners of the other ranks do.
+    pub fn refuse_listened(self: &Arc<Engine>, refused: &Refused, error: Error, deadline: Duration) -> Error {
+        let observed = Arc::new(Observed::since(refused.began));
+        let listened = Listened::begin(self, observed, refused.verb, (&refused.url, refused.step));
+        let listened = Arc::new(listened);
         let operation = self.begin(String::new(), deadline);
+        let failed = self.refuse_in(&operation, error.clone());
+        listened.note_outcome(&Err(error), operation.number_met());
+        listened.collect_later(self);
+        failed
+    }
+
+    fn refuse_in(&self, operation: &Operation, error: Error) -> Error {
         match operation.agree::<(), ()>(OPEN, Err(error.clone()), |_| Err(error.clone())) {
             Ok(()) => error,
             Err(failed) => failed,

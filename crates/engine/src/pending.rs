@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shardfast_transfer::error::{Error, Kind, Result, panicked};
 use shardfast_transfer::events::{Event, Observer, Phase};
@@ -20,13 +20,15 @@ pub struct Pending {
 
 impl Pending {
     /// Runs `save` on a thread of its own, of `background` if there is one. `captured` is whether nothing of it is
-    /// captured eagerly. It returns the outcome, and what else is to be done when that is known.
+    /// captured eagerly, `began` the time of the request. It returns the outcome, and what else is to be done when that
+    /// is known.
     pub(crate) fn spawn<Rest: FnOnce()>(
         background: Option<&Background>,
         captured: bool,
+        began: Instant,
         save: impl FnOnce(&Progress) -> (Result<()>, Rest) + Send + 'static,
     ) -> Pending {
-        let shared = Arc::new(Shared::new(captured));
+        let shared = Arc::new(Shared::new(captured, began));
         let progress = Progress::new(Arc::clone(&shared));
         let body = move || {
             let (outcome, rest) = match catch_unwind(AssertUnwindSafe(|| save(&progress))) {

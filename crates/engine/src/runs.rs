@@ -1,7 +1,7 @@
 //! A run: the checkpoints `step-…` below one URL. Which of them exist is read from their commits, never remembered.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{COMMIT, Commit, parse_step_dir, step_dir};
@@ -130,9 +130,23 @@ struct Found {
 /// # Errors
 /// The same on every rank: the error of the newest committed one unless `older`; as [`list`].
 pub fn newest(engine: &Arc<Engine>, url: &str, below: Option<u64>, older: bool, deadline: Duration) -> Result<Newest> {
+    newest_since(engine, url, (below, older), Instant::now(), deadline)
+}
+
+/// Opens like [`newest`] for a load that was requested at `began`: if none can be opened, the load has failed.
+///
+/// # Errors
+/// As [`newest`].
+pub fn newest_since(
+    engine: &Arc<Engine>,
+    url: &str,
+    (below, older): (Option<u64>, bool),
+    began: Instant,
+    deadline: Duration,
+) -> Result<Newest> {
     let operation = engine.begin(format!("restore {url}"), deadline);
-    let observed = Arc::<Observed>::default();
-    let Found { found, skipped } = operation.agree("open", Ok((below, older)), |ranks| {
+    let observed = Arc::new(Observed::since(began));
+    let found = operation.agree("open", Ok((below, older)), |ranks| {
         if let Some(rank) = ranks.iter().position(|&asked| asked != (below, older)) {
             return Err(Error::invalid(format!(
                 "restore {url}: rank {rank} asks for another checkpoint than rank 0 ({:?} against {:?})",
@@ -143,17 +157,25 @@ pub fn newest(engine: &Arc<Engine>, url: &str, below: Option<u64>, older: bool, 
         let timeout = Timeout::of_call(deadline);
         let store = engine.observed_store(url, &timeout, &observed)?;
         Ok(vec![find(&*store, url, below, older, &timeout)?; ranks.len()])
+    });
+    let Found { found, skipped } = found.inspect_err(|error| {
+        let load = Arc::new(Listened::begin(engine, Arc::clone(&observed), Verb::Load, (url, None)));
+        load.note_outcome(&Err(error.clone()), operation.number_met());
+        load.collect_later(engine);
     })?;
     let Some((step, manifest)) = found else { return Ok(Newest { found: None, skipped }) };
     let url = step_url(url, step);
-    let load = Listened::begin(engine, observed, Verb::Load, (&url, Some(step)));
+    let load = Arc::new(Listened::begin(engine, observed, Verb::Load, (&url, Some(step))));
     let store = engine.observed_store(&url, &deadline.into(), &load.observed);
     let checkpoint = store.and_then(|store| Checkpoint::new(engine, &url, store, &manifest));
     let checkpoint =
-        checkpoint.map(|checkpoint| checkpoint.within(deadline.into()).opened(Arc::new(load), operation.number()));
+        checkpoint.map(|checkpoint| checkpoint.within(deadline.into()).opened(Arc::clone(&load), operation.number()));
     // A rank that cannot open it takes part all the same, so that the others do not wait for it.
     let opened = checkpoint.as_ref().map(|_| ()).map_err(Error::clone);
-    operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks))?;
+    operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks)).inspect_err(|error| {
+        load.note_outcome(&Err(error.clone()), operation.number_met());
+        load.collect_later(engine);
+    })?;
     Ok(Newest { found: Some((step, checkpoint?)), skipped })
 }
 

@@ -8,7 +8,7 @@
 //! The commit publishes the files of all ranks or none.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shardfast_plan::Write;
 use shardfast_store::Store;
@@ -39,16 +39,17 @@ use crate::state::{Destination, Prove, State};
 /// ranks that disagree, elements that no rank or several ranks hold), `Conflict` when a checkpoint is already there,
 /// `Exhausted`, `Unavailable` or `Invalid` when the store fails. Nothing is published then.
 pub fn save(engine: &Arc<Engine>, destination: Destination, state: State, deadline: Duration) -> Pending {
-    save_deferred(engine, destination, state.captures(), || state, deadline)
+    save_deferred(engine, destination, state.captures(), || state, Instant::now(), deadline)
 }
 
 /// Saves like [`save`] the state that `state` assembles in the background, which takes a while with many tensors.
-/// `captures` are those of that state.
+/// `captures` are those of that state, and `began` is when the caller began to read it.
 pub fn save_deferred(
     engine: &Arc<Engine>,
     destination: Destination,
     captures: Captures,
     state: impl FnOnce() -> State + Send + 'static,
+    began: Instant,
     deadline: Duration,
 ) -> Pending {
     let (storage, url) = (Arc::clone(&engine.storage), destination.url.clone());
@@ -57,7 +58,7 @@ pub fn save_deferred(
         let storage = storage.observed_by(progress.observer());
         retry(Patience::of(progress, deadline), || Ok(shardfast_store::open_on(&url, &storage)?))
     };
-    begin(engine, open, destination, captures, state, deadline)
+    begin(engine, open, destination, captures, state, (began, deadline))
 }
 
 /// Saves like [`save`] into a store that is already open at the checkpoint's place.
@@ -68,7 +69,7 @@ pub fn save_to(
     state: State,
     deadline: Duration,
 ) -> Pending {
-    begin(engine, move |_| store, destination, state.captures(), || state, deadline)
+    begin(engine, move |_| store, destination, state.captures(), || state, (Instant::now(), deadline))
 }
 
 fn begin(
@@ -77,8 +78,9 @@ fn begin(
     destination: Destination,
     captures: Captures,
     state: impl FnOnce() -> State + Send + 'static,
-    deadline: Duration,
+    (began, deadline): (Instant, Duration),
 ) -> Pending {
+    let described = began.elapsed();
     let how = match destination.prove {
         Prove::Nothing => ", replicas not compared",
         Prove::FirstSave => "",
@@ -90,12 +92,17 @@ fn begin(
     let goes_on = captures.lazy && !destination.blocking;
     // While the call waits for eager captures, the save needs no lower priority.
     let background = (goes_on && !captures.eager).then_some(&engine.background);
-    Pending::spawn(background, !captures.eager, move |progress| {
+    Pending::spawn(background, !captures.eager, began, move |progress| {
         if goes_on {
             background::take_less();
         }
         let place = (destination.url.as_str(), destination.step);
         let listened = Listened::begin(&operation.engine, Arc::clone(&progress.shared.observed), Verb::Save, place);
+        progress.note(&Event::Ended { phase: Phase::Described, after: described });
+        if !destination.blocking {
+            // The call may return after the end of a small save, which would leave it out.
+            progress.note(&Event::Stalled { took: described });
+        }
         let save =
             Save { operation: &operation, store: open(progress), destination: &destination, state: state(), progress };
         let outcome = save.run();

@@ -9,10 +9,10 @@ use shardfast_engine::{Error, Kind, Loaded, PeerReads, ValueRef, Want, runs};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{DType, LeafKind, Manifest};
 
-use crate::errors::{invalid, raise};
+use crate::errors::{invalid, kind, raise};
 use crate::leaves::{self, Streams};
 use crate::process::Own;
-use crate::session::{Session, seconds};
+use crate::session::{Session, began, seconds};
 
 /// A committed checkpoint whose manifest is verified.
 #[pyclass(frozen, module = "shardfast._native")]
@@ -34,13 +34,24 @@ impl Checkpoint {
     }
 }
 
-/// Opens the checkpoint at `url`. Every rank calls it; rank 0 reads.
+/// Opens the checkpoint at `url`. Every rank calls it; rank 0 reads. `after_s`: seconds since the user's call of a
+/// load; `None` for what only looks at the checkpoint.
 #[pyfunction]
-#[pyo3(signature = (session, url, *, timeout_s))]
-pub(crate) fn open(py: Python<'_>, session: &Session, url: &str, timeout_s: f64) -> PyResult<Checkpoint> {
+#[pyo3(signature = (session, url, *, timeout_s, after_s=None))]
+pub(crate) fn open(
+    py: Python<'_>,
+    session: &Session,
+    url: &str,
+    timeout_s: f64,
+    after_s: Option<f64>,
+) -> PyResult<Checkpoint> {
     let timeout = seconds(timeout_s)?;
     let engine = session.engine()?;
-    let opened = py.detach(|| shardfast_engine::open(engine, url, timeout));
+    let since = after_s.map(began).transpose()?;
+    let opened = py.detach(|| match since {
+        Some(began) => shardfast_engine::open_to_load(engine, url, timeout, began),
+        None => shardfast_engine::open(engine, url, timeout).map(shardfast_engine::Checkpoint::looked_at),
+    });
     Checkpoint::new(py, opened.map_err(raise)?)
 }
 
@@ -48,9 +59,10 @@ pub(crate) fn open(py: Python<'_>, session: &Session, url: &str, timeout_s: f64)
 type Found = (Option<(u64, Checkpoint)>, Vec<String>);
 
 /// Opens the newest committed checkpoint of the run at `url`, of those of a step lower than `below` if that is given.
-/// Returns its step, it, and what was passed over, or `None` for a run without one.
+/// Returns its step, it, and what was passed over, or `None` for a run without one. `after_s`: seconds since the user's
+/// call.
 #[pyfunction]
-#[pyo3(signature = (session, url, *, older, below=None, timeout_s))]
+#[pyo3(signature = (session, url, *, older, below=None, timeout_s, after_s=0.0))]
 pub(crate) fn newest(
     py: Python<'_>,
     session: &Session,
@@ -58,10 +70,11 @@ pub(crate) fn newest(
     older: bool,
     below: Option<u64>,
     timeout_s: f64,
+    after_s: f64,
 ) -> PyResult<Found> {
     let timeout = seconds(timeout_s)?;
-    let engine = session.engine()?;
-    let newest = py.detach(|| runs::newest(engine, url, below, older, timeout)).map_err(raise)?;
+    let (engine, began) = (session.engine()?, began(after_s)?);
+    let newest = py.detach(|| runs::newest_since(engine, url, (below, older), began, timeout)).map_err(raise)?;
     let found = match newest.found {
         Some((step, checkpoint)) => Some((step, Checkpoint::new(py, checkpoint)?)),
         None => None,
@@ -126,6 +139,12 @@ impl Checkpoint {
     fn moved(&self) -> PyResult<(u64, u64)> {
         let moved = self.checkpoint.get()?.moved().unwrap_or_default();
         Ok((moved.bytes, moved.copied))
+    }
+
+    /// Notes that the load has failed on this rank with this kind and message; does nothing if it has ended.
+    fn failed(&self, kind_name: &str, message: String) -> PyResult<()> {
+        self.checkpoint.get()?.failed(&Error::new(kind(kind_name)?, message));
+        Ok(())
     }
 
     /// Waits for all ranks, after a step of a load that each makes alone; a rank that refuses fails all.

@@ -10,7 +10,7 @@ use crate::errors::{invalid, kind, raise};
 use crate::leaves::{Described, Streams};
 use crate::multistep::Window;
 use crate::process::Own;
-use crate::session::{Session, seconds};
+use crate::session::{Session, began, seconds};
 use crate::values::Value;
 
 /// Interval at which a wait checks for signals: Ctrl-C must not hang.
@@ -26,10 +26,11 @@ pub(crate) struct Pending {
 /// kept until the save needs the tensors' memory no more; until it is staged that memory must not be written. `streams`
 /// are those that the program uses now, by device: copies begin after their present work. `blocking`: the caller does
 /// nothing else until the save has ended. `prove`: which replicas are compared, `None` for those of leaves that the
-/// first save of a plan compares. `window` is what was captured ahead of this save.
+/// first save of a plan compares. `window` is what was captured ahead of this save. `after_s`: seconds since the user's
+/// call, in which the state was described.
 #[pyfunction]
 #[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s, streams=BTreeMap::new(),
-                   blocking=false, prove=None, window=None))]
+                   blocking=false, prove=None, window=None, after_s=0.0))]
 #[allow(clippy::too_many_arguments)] // as many as Python names
 pub(crate) fn save(
     session: &Session,
@@ -44,9 +45,10 @@ pub(crate) fn save(
     blocking: bool,
     prove: Option<bool>,
     window: Option<&Window>,
+    after_s: f64,
     py: Python<'_>,
 ) -> PyResult<Pending> {
-    let engine = session.engine()?;
+    let (engine, began) = (session.engine()?, began(after_s)?);
     let state = described.state(engine, &values, owner, &streams, blocking)?;
     let captured = window.map(|window| window.close(py)).transpose()?;
     let is_whole_job = session.is_whole_job();
@@ -67,7 +69,7 @@ pub(crate) fn save(
     let destination = Destination { url, step, user, prove, blocking };
     let timeout = seconds(timeout_s)?;
     session.stand(described.coordinates());
-    let pending = shardfast_engine::save_deferred(engine, destination, described.captures(), state, timeout);
+    let pending = shardfast_engine::save_deferred(engine, destination, described.captures(), state, began, timeout);
     Ok(Pending { pending: Own::new("this save", pending) })
 }
 

@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use shardfast_coord::grpc::{self, Membership, Tls};
 use shardfast_coord::{Coord, Topology};
+use shardfast_engine::listen::{Refused, Verb};
 use shardfast_engine::{Engine, Error, of_ranks, staging_bytes_default};
 use shardfast_telemetry::Telemetry;
 
@@ -203,20 +204,43 @@ impl Session {
     }
 
     /// Takes part in the next operation with a failure, so that every rank raises it instead of waiting for this one.
-    /// Always raises.
-    fn refuse(&self, py: Python<'_>, kind_name: &str, message: String, timeout_s: f64) -> PyResult<()> {
+    /// `asked` is the save or load that fails so, if that is one: whether it is a save, its place, its step, and the
+    /// seconds since the user's call. Always raises.
+    #[pyo3(signature = (kind_name, message, timeout_s, asked=None))]
+    fn refuse(
+        &self,
+        py: Python<'_>,
+        kind_name: &str,
+        message: String,
+        timeout_s: f64,
+        asked: Option<(bool, String, Option<u64>, f64)>,
+    ) -> PyResult<()> {
         let error = Error::new(kind(kind_name)?, message);
         let timeout = seconds(timeout_s)?;
         let engine = self.engine()?;
-        Err(raise(py.detach(|| engine.refuse(error, timeout))))
+        let refused = match asked {
+            None => None,
+            Some((is_save, url, step, after_s)) => {
+                let verb = if is_save { Verb::Save } else { Verb::Load };
+                Some(Refused { verb, url, step, began: began(after_s)? })
+            }
+        };
+        Err(raise(py.detach(|| match refused {
+            Some(refused) => engine.refuse_listened(&refused, error, timeout),
+            None => engine.refuse(error, timeout),
+        })))
     }
 }
 
-/// Waits until what this process exports is sent, for at most that long.
+/// Waits until what this process has to say of its saves and loads is stored and sent, for at most that long.
 #[pyfunction]
 pub(crate) fn flush(py: Python<'_>, timeout_s: f64) -> PyResult<()> {
     let timeout = seconds(timeout_s)?;
-    py.detach(|| shardfast_telemetry::flush(timeout));
+    py.detach(|| {
+        let until = Instant::now() + timeout;
+        shardfast_engine::wait_collected(timeout);
+        shardfast_telemetry::flush(until.saturating_duration_since(Instant::now()));
+    });
     Ok(())
 }
 
@@ -226,6 +250,12 @@ pub(crate) fn note_end(py: Python<'_>, url: &str, timeout_s: f64) -> PyResult<()
     let timeout = seconds(timeout_s)?;
     py.detach(|| shardfast_telemetry::note_end(url, timeout));
     Ok(())
+}
+
+/// Returns the time of a user's call, given the seconds since then.
+pub(crate) fn began(after_s: f64) -> PyResult<Instant> {
+    let now = Instant::now();
+    Ok(now.checked_sub(seconds(after_s)?).unwrap_or(now))
 }
 
 pub(crate) fn seconds(seconds: f64) -> PyResult<Duration> {

@@ -174,12 +174,15 @@ pub(crate) struct Alerts {
     rules: Rules,
     past: VecDeque<Past>,
     durable_ms: Option<f64>,
+    /// Alerts that have begun and are not over, as they are now.
     firing: Vec<Alert>,
+    /// The same alerts, as each was when it began.
+    told: Vec<Alert>,
 }
 
 impl Alerts {
     pub(crate) fn new(rules: Rules) -> Alerts {
-        Alerts { rules, past: VecDeque::new(), durable_ms: None, firing: Vec::new() }
+        Alerts { rules, past: VecDeque::new(), durable_ms: None, firing: Vec::new(), told: Vec::new() }
     }
 
     /// Returns the alerts that have begun and are not over.
@@ -217,6 +220,8 @@ impl Alerts {
 
     /// Takes the run as it is at a moment; returns what began and what is over.
     pub(crate) fn at(&mut self, moment: &Moment<'_>) -> Vec<Change> {
+        // A time that is still to come is one of a wrong clock.
+        self.durable_ms = self.durable_ms.map(|durable| durable.min(moment.now_ms as f64));
         let mut changes = self.set("overdue", self.overdue(moment));
         changes.extend(self.set("cut_off", self.cut_off(moment)));
         changes.extend(self.set("room", self.room(moment)));
@@ -251,14 +256,17 @@ impl Alerts {
     fn set(&mut self, rule: &'static str, now: Vec<Alert>) -> Vec<Change> {
         let is_same = |one: &Alert, other: &Alert| one.rule == other.rule && one.subject == other.subject;
         let is_over = |alert: &Alert| alert.rule == rule && !now.iter().any(|other| is_same(alert, other));
-        let over = self.firing.iter().filter(|alert| is_over(alert)).cloned();
+        // That which fired is over: its text may have changed since.
+        let over = self.told.iter().filter(|alert| is_over(alert)).cloned();
         let mut changes: Vec<Change> = over.map(|alert| Change { state: "resolved", alert }).collect();
+        self.told.retain(|alert| !is_over(alert));
         self.firing.retain(|alert| !is_over(alert));
         for alert in now {
             if let Some(known) = self.firing.iter_mut().find(|known| is_same(known, &alert)) {
                 *known = alert;
             } else {
                 self.firing.push(alert.clone());
+                self.told.push(alert.clone());
                 changes.push(Change { state: "firing", alert });
             }
         }
@@ -467,6 +475,25 @@ mod tests {
         assert_eq!(states(&alerts.at(&at(183e3, Some(19_999_999_999)))), [("firing", "room", "run")]);
         assert_eq!(alerts.firing()[0].text, "the storage has 20.0 GB free, and a save takes 10.0 GB");
         assert_eq!(states(&alerts.at(&at(184e3, None))), [("resolved", "room", "run")]);
+    }
+
+    #[test]
+    fn what_is_over_is_what_began() {
+        let mut alerts = usual(Rules::default());
+        let failed = |step| Operation { began_unix_ms: Some(1), ..Operation::unrecorded(step, "failed") };
+        let fired = alerts.saved(&failed(10)).remove(0).alert;
+        assert_eq!((fired.step, alerts.saved(&failed(11))), (Some(10), Vec::new()));
+        assert_eq!(alerts.firing()[0].step, Some(11), "as it is now");
+        assert_eq!(alerts.durable(NEXT), [Change { state: "resolved", alert: fired }]);
+    }
+
+    #[test]
+    fn a_time_that_is_still_to_come_silences_nothing() {
+        let mut alerts = usual(Rules::default());
+        assert_eq!(alerts.saved(&save(10, 1e15, 100.0, 10e3, 10_000_000_000)), []);
+        let at = |now_ms| Moment { now_ms, ..Moment::default() };
+        assert_eq!(alerts.at(&at(700_000)), []);
+        assert_eq!(states(&alerts.at(&at(900_000))), [("firing", "overdue", "run")]);
     }
 
     #[test]

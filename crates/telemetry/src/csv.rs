@@ -69,13 +69,13 @@ mod tests {
         collected.ranks[1].as_mut().unwrap().place.machine = "a \"b\",\u{1b}[1m\nc".to_owned();
         let mut table = head();
         rows(&mut table, &collected, &operation(&collected));
-        let phases = 7;
+        let phases = 8;
         assert_eq!(table.matches("\nsave,4000,failed,1700000000123,3,").count(), 3 * phases);
-        assert!(table.contains(",3,0,node-0,0,copy,0.000,2.000\n"), "{table}");
+        assert!(table.contains(",3,0,node-0,0,copy,0.000,3.000\n"), "{table}");
         assert!(table.contains(",1,\"a \"\"b\"\", [1m\nc\",1,write,"), "{table}");
         // Of a rank that said nothing there are no times.
         assert_eq!(table.matches(",3,2,,,").count(), phases);
-        let unplanned_on_rank_0 = 1;
-        assert_eq!(table.matches(",,\n").count(), phases + unplanned_on_rank_0);
+        let undescribed_on_rank_0 = 1;
+        assert_eq!(table.matches(",,\n").count(), phases + undescribed_on_rank_0);
     }
 }

@@ -8,8 +8,8 @@ use shardfast_engine::listen::SAID_BYTES_MAX;
 use shardfast_transfer::events::Phase;
 use shardfast_transfer::report::Report;
 
-use crate::record::{BOUNDS_US, Class, Record, What};
-use crate::text::Text;
+use crate::record::{BOUNDS_US, Class, FAILURE_BYTES, Record, What};
+use crate::text::{Text, shortened};
 
 /// Bytes of a machine's name that are kept.
 const MACHINE_BYTES: usize = 40;
@@ -17,17 +17,16 @@ const MACHINE_BYTES: usize = 40;
 /// Bytes of an address that are kept.
 const ADDRESS_BYTES: usize = 64;
 
-/// Bytes of a failure's text that are kept.
-const FAILURE_BYTES: usize = 160;
-
-/// Characters of a failure's text, those of the address, and whether coordinates are said, in each try to fit into a
-/// message. A failure keeps some characters in all of them, since an empty one says that nothing failed.
-const TRIES: [(usize, usize, bool); 5] = [
+/// Bytes of a failure's text, those of the address, and whether coordinates are said, in each try to fit into a
+/// message. A failure keeps some bytes in all of them, since an empty one says that nothing failed.
+const TRIES: [(usize, usize, bool); 7] = [
     (FAILURE_BYTES, ADDRESS_BYTES, true),
+    (FAILURE_BYTES * 3 / 4, ADDRESS_BYTES, true),
+    (FAILURE_BYTES / 2, ADDRESS_BYTES, true),
     (FAILURE_BYTES / 4, ADDRESS_BYTES, true),
     (FAILURE_BYTES / 4, 0, true),
     (FAILURE_BYTES / 4, 0, false),
-    (4, 0, false),
+    (8, 0, false),
 ];
 
 /// Coordinates that a rank says at most.
@@ -136,17 +135,20 @@ impl Digest {
             }
         }
         let (failures, paused) = record.failures();
+        let ended_us = if ended_us == 0 { record.began.elapsed().as_micros() as u64 } else { ended_us };
+        // The call of a save that fails at once returns after the outcome.
+        let stalled_us = record.stalled().as_micros().min(u128::from(ended_us));
         Digest {
             place: place.clone(),
             phases_us,
             sums: Class::ALL.map(|class| sum(record, class)),
             files: u32::try_from(report.files_written).unwrap_or(u32::MAX),
-            ended_us: if ended_us == 0 { record.began.elapsed().as_micros() as u64 } else { ended_us },
+            ended_us,
             failure: record.failure().unwrap_or_default().to_owned(),
             failures,
             throttled: record.throttled(),
             paused_us: u64::try_from(paused.as_micros()).unwrap_or(u64::MAX),
-            stalled_us: u32::try_from(record.stalled().as_micros()).unwrap_or(u32::MAX),
+            stalled_us: u32::try_from(stalled_us).unwrap_or(u32::MAX),
             awaited_us: u32::try_from(record.awaited().as_micros()).unwrap_or(u32::MAX),
             held_up_us: record.held_up().into(),
             slowest: slowest.map(|(_, object)| object.as_str().to_owned()).unwrap_or_default(),
@@ -165,7 +167,7 @@ impl Digest {
                 coordinates: if has_coordinates { coordinates.clone() } else { Vec::new() },
             },
             address: self.address.get(..address.min(self.address.len())).unwrap_or_default().to_owned(),
-            failure: Text::<FAILURE_BYTES>::head(&self.failure).as_str().chars().take(failure).collect(),
+            failure: shortened(&self.failure, failure),
             ..self.clone()
         };
         for (failure, address, has_coordinates) in TRIES {
@@ -199,6 +201,8 @@ fn sum(record: &Record, class: Class) -> Sum {
 
 #[cfg(test)]
 mod tests {
+    use shardfast_transfer::events::Event;
+
     use super::*;
 
     #[test]
@@ -206,6 +210,16 @@ mod tests {
         let given = [("", 1), ("a", 1), ("a", 2), ("b", 65_535), ("c", 65_534), ("ä".repeat(9).leak(), 3)];
         let expected = [("a", 1), ("c", 65_534), ("ääääääää", 3)].map(|(name, at)| (name.into(), at));
         assert_eq!(bounded(given), expected);
+    }
+
+    #[test]
+    fn a_program_waits_no_longer_than_the_operation_takes() {
+        let record = Record::new(std::time::Instant::now());
+        let (took, after) = (std::time::Duration::from_millis(9), std::time::Duration::from_millis(5));
+        record.noted(&Event::Stalled { took });
+        record.noted(&Event::Outcome { failure: None, number: None, after });
+        let digest = Digest::new(&Place::default(), &record, &Report::default());
+        assert_eq!((digest.stalled_us, digest.ended_us), (5000, 5000));
     }
 
     #[test]
@@ -241,7 +255,7 @@ mod tests {
         assert!(!bytes.is_empty() && bytes.len() <= SAID_BYTES_MAX, "{}", bytes.len());
         let found = Digest::decode(&bytes).unwrap();
         assert_eq!((found.sums, found.files, &found.slowest), (digest.sums, u32::MAX, &digest.slowest));
-        assert_eq!(found.failure, "ä".repeat(4), "a rank that failed says so");
+        assert_eq!(found.failure, "ää…", "a rank that failed says so");
         assert_eq!(found.place.coordinates, [], "these go before the failure");
         // A real save leaves room for both.
         let coordinates = bounded(["dp_shard", "tp", "cp", "ep", "pp"].map(|name| (name, 1000)));
@@ -250,7 +264,7 @@ mod tests {
         let phases_us = [1 << 24; Phase::ALL.len()];
         let real = Digest { place, sums: [busy; 5], phases_us, paused_us: 1 << 24, ..digest };
         let found = Digest::decode(&real.encode()).unwrap();
-        assert_eq!((found.place.coordinates, found.failure.chars().count()), (coordinates, 40));
+        assert_eq!((found.place.coordinates, found.failure.chars().count()), (coordinates, 37));
         let usual = Digest { failure: "away".to_owned(), ..Digest::default() };
         assert_eq!(Digest::decode(&usual.encode()), Some(usual.clone()));
         assert!(usual.encode().len() < 120);

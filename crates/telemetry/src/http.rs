@@ -9,8 +9,11 @@ use shardfast_engine::{Error, Kind, Result};
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Runtime};
 
-/// Largest answer that is read.
+/// Largest answer to what is got.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// Largest answer to what is posted, of which nothing but its end is needed.
+const POSTED_BYTES_MAX: usize = 64 << 10;
 
 /// Makes what runs requests on the calling thread.
 ///
@@ -27,13 +30,13 @@ pub(crate) fn runtime() -> Result<Runtime> {
 /// The reason why there is no answer, or that it was not "200 OK".
 pub(crate) async fn get(address: &str, path: &str) -> std::result::Result<Bytes, String> {
     let request = Request::get(path).body(Full::default()).map_err(|error| error.to_string())?;
-    send(address, request).await
+    send(address, request, ANSWER_BYTES_MAX).await
 }
 
 /// Posts a body to a path there, with these headers.
 ///
 /// # Errors
-/// As [`get`].
+/// As [`get`]; an answer that is longer than 64 KiB.
 pub(crate) async fn post(
     address: &str,
     path: &str,
@@ -44,10 +47,15 @@ pub(crate) async fn post(
     for (name, text) in headers {
         request = request.header(name, text);
     }
-    send(address, request.body(Full::from(body)).map_err(|error| error.to_string())?).await
+    let request = request.body(Full::from(body)).map_err(|error| error.to_string())?;
+    send(address, request, POSTED_BYTES_MAX).await
 }
 
-async fn send(address: &str, mut request: Request<Full<Bytes>>) -> std::result::Result<Bytes, String> {
+async fn send(
+    address: &str,
+    mut request: Request<Full<Bytes>>,
+    bytes_max: usize,
+) -> std::result::Result<Bytes, String> {
     let stream = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
     let shaken = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
     let (mut sender, connection) = shaken.map_err(|error| error.to_string())?;
@@ -57,7 +65,35 @@ async fn send(address: &str, mut request: Request<Full<Bytes>>) -> std::result::
     if response.status() != StatusCode::OK {
         return Err(format!("it answered {}", response.status()));
     }
-    let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+    let body = Limited::new(response.into_body(), bytes_max).collect().await;
     driver.abort();
     body.map(http_body_util::Collected::to_bytes).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_without_an_end_is_not_kept() {
+        for head in ["Content-Length: 100000000000", "Transfer-Encoding: chunked"] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = listener.local_addr().unwrap().to_string();
+            let serving = std::thread::spawn(move || {
+                let (mut stream, _) = listener.accept().unwrap();
+                let _ = stream.read(&mut [0; 4096]);
+                let _ = stream.write_all(format!("HTTP/1.1 200 OK\r\n{head}\r\n\r\n").as_bytes());
+                let piece = format!("10000\r\n{}\r\n", "a".repeat(0x10000));
+                // Until the client hangs up.
+                (0..4096).take_while(|_| stream.write_all(piece.as_bytes()).is_ok()).count()
+            });
+            let answer = runtime().unwrap().block_on(post(&address, "/", &[], Vec::new()));
+            assert!(answer.is_err(), "{head}");
+            let pieces = serving.join().unwrap();
+            assert!(pieces < 400, "{head}: {pieces} pieces of 64 KiB were taken");
+        }
+    }
 }

@@ -40,7 +40,7 @@ use shardfast_engine::listen::{Begun, Listener, Listening, Verb};
 use shardfast_engine::{Engine, Error, Kind, Result, Timeout};
 use shardfast_format::{TELEMETRY, end_name};
 use shardfast_store::Shared;
-use shardfast_transfer::events::{Event, Observer};
+use shardfast_transfer::events::{Event, Observer, Phase};
 use shardfast_transfer::report::Report;
 
 pub use alerts::{Alert, Change, Rules};
@@ -222,7 +222,7 @@ impl Listener for Telemetry {
             url: without_secrets(begun.url),
             step: begun.step.or_else(|| run.as_ref().map(|run| run.step)),
             began,
-            began_unix_ms: since_1970().as_millis() as u64,
+            began_unix_ms: since_1970().saturating_sub(began.elapsed()).as_millis() as u64,
             observed: Arc::downgrade(begun.observed),
             record: Arc::new(record),
         });
@@ -341,7 +341,9 @@ impl Listening for Operation {
         if let Some(lines) = &self.lines {
             lines.append(self);
         }
-        self.run.as_ref().map(|_| self.digest(report).encode())
+        // A rank that refuses a save or load may not know its place; the other ranks do.
+        let has_place = self.run.is_some() || self.running.url.is_empty();
+        has_place.then(|| self.digest(report).encode())
     }
 
     fn chooses(&self, said: &[Vec<u8>]) -> Vec<u32> {
@@ -369,7 +371,9 @@ impl Listening for Operation {
         let told = Told::joined(std::iter::once(Told::of(self.rank, &self.running.record)).chain(others));
         let collected = Collected { missing, told, ..self.collection(run.step, ranks) };
         // What cannot be stored is left out: no save fails for it.
-        let Ok(store) = run.store(&self.storage) else { return };
+        // A load that found nothing leaves nothing.
+        let has_found = self.running.verb == Verb::Save || report.phases_ms.contains_key(Phase::Opened.word());
+        let Ok(store) = run.store(&self.storage, has_found) else { return };
         let _ =
             collected.encode().and_then(|bytes| Ok(store.put(&format!("{TELEMETRY}/{}", collected.name()), &bytes)?));
         if let (Some(live), Verb::Save) = (&self.live, self.running.verb) {

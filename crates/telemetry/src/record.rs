@@ -17,7 +17,7 @@ const ENTRIES_MAX: usize = 2048;
 const OBJECT_BYTES: usize = 48;
 
 /// Bytes of a failure's text that a record keeps.
-const FAILURE_BYTES: usize = 240;
+pub(crate) const FAILURE_BYTES: usize = 300;
 
 /// Number of bytes from which a read or write counts as a large one.
 const LARGE_BYTES: u64 = 1 << 20;
@@ -266,7 +266,7 @@ impl Record {
             Event::Wrote { bytes } => Entry { bytes, ..moment(What::Wrote, now()) },
             Event::Compared { outcome } => Entry { object: Text::head(outcome), ..moment(What::Compared, now()) },
             Event::PageLock { failure } => {
-                Entry { object: Text::head(failure), has_failed: true, ..moment(What::PageLock, now()) }
+                Entry { object: Text::shortened(failure), has_failed: true, ..moment(What::PageLock, now()) }
             }
             Event::Failed { error, attempt, pause, after } => {
                 // An answer that something is there, or is not, is no failure of the storage.
@@ -280,11 +280,11 @@ impl Record {
                 self.paused_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
                 let attempt = u16::try_from(attempt).unwrap_or(u16::MAX);
                 let what = What::Failed { attempt, is_final: pause.is_none() };
-                Entry { took, object: Text::head(&error.message), has_failed: true, ..moment(what, after) }
+                Entry { took, object: Text::shortened(&error.message), has_failed: true, ..moment(what, after) }
             }
             Event::Outcome { failure, after, .. } => {
                 if let Some(error) = failure {
-                    let _ = self.failure.set(Text::head(&error.message));
+                    let _ = self.failure.set(Text::shortened(&error.message));
                 }
                 Entry { has_failed: failure.is_some(), ..moment(What::Outcome, after) }
             }

@@ -7,10 +7,12 @@ use std::sync::{Arc, Mutex};
 use serde::Serialize;
 use shardfast_engine::listen::Verb;
 use shardfast_engine::{Error, Kind, Result, Timeout, runs};
-use shardfast_format::{TELEMETRY, parse_record_name};
+use shardfast_format::{LEAVING, TELEMETRY, parse_record_name, step_dir};
 use shardfast_store::Store;
 use shardfast_transfer::error::retry;
+use shardfast_transfer::events::Phase;
 
+use crate::digest::Digest;
 use crate::object::{Collected, OBJECT_BYTES_MAX};
 use crate::record::Class;
 use crate::storage::{History, StorageNow};
@@ -44,7 +46,7 @@ pub struct RunReport {
 pub struct Operation {
     /// Training step of the checkpoint.
     pub step: u64,
-    /// Outcome: `committed` or `loaded`, `failed`, `incomplete`: cut off, or still running.
+    /// Outcome: `committed` or `loaded`, `failed`, `incomplete`: cut off, or still running, `leaving`: being deleted.
     pub outcome: &'static str,
     /// Time of the request, by rank 0's clock, in milliseconds since 1970; `None` if nothing was recorded.
     pub began_unix_ms: Option<u64>,
@@ -130,6 +132,7 @@ pub(crate) fn read_run(
     if steps.is_empty() && !has_records {
         return Err(no_run(url));
     }
+    let all: Vec<u64> = steps.iter().map(|found| found.step).collect();
     let mut names: Vec<String> = match retry(timeout, || Ok(store.list(TELEMETRY)?)) {
         Err(error) if error.kind == Kind::NotFound => Vec::new(),
         found => found?.into_iter().filter(|entry| !entry.is_dir).map(|entry| entry.name).collect(),
@@ -169,9 +172,20 @@ pub(crate) fn read_run(
         let is_committed = !matches!(unrecorded.commit, Ok(None));
         let known = if is_committed { &committed } else { &recorded };
         if !known.contains(&unrecorded.step) {
-            let outcome = if is_committed { "committed" } else { "incomplete" };
+            let outcome = match is_committed {
+                true => "committed",
+                false if is_leaving(&*store, unrecorded.step, timeout)? => "leaving",
+                false => "incomplete",
+            };
             report.saves.push(Operation::unrecorded(unrecorded.step, outcome));
         }
+    }
+    if let Some(step) = step
+        && report.saves.is_empty()
+        && report.loads.is_empty()
+        && report.unreadable.is_empty()
+    {
+        return Err(no_step(url, step, &all));
     }
     report.saves.sort_by_key(|save| (save.step, save.began_unix_ms.unwrap_or(u64::MAX)));
     Ok(report)
@@ -181,6 +195,25 @@ pub(crate) fn read_run(
 pub(crate) fn no_run(url: &str) -> Error {
     let message = format!("{url}: expected a run, a directory of checkpoints `step-00000000`, found none");
     Error::new(Kind::NotFound, message)
+}
+
+/// Returns the error of a run with these steps of which none is the one that was asked for.
+fn no_step(url: &str, step: u64, steps: &[u64]) -> Error {
+    let found = match (steps.first(), steps.last()) {
+        (Some(first), Some(last)) if first != last => format!("{} steps, {first} to {last}", steps.len()),
+        (Some(only), _) => format!("step {only} alone"),
+        _ => "no step".to_owned(),
+    };
+    let message = format!("{url}: expected a save or a load of step {step}, or its record, found {found}");
+    Error::new(Kind::NotFound, message)
+}
+
+/// Returns whether the files of a step without a commit are being deleted.
+fn is_leaving(store: &dyn Store, step: u64, timeout: &Timeout) -> Result<bool> {
+    match retry(timeout, || Ok(store.list(&step_dir(step))?)) {
+        Err(error) if error.kind == Kind::NotFound => Ok(false),
+        entries => Ok(entries?.iter().any(|entry| entry.name == LEAVING && !entry.is_dir)),
+    }
 }
 
 /// Adds to the counts of verdicts those of the operation before that had the same subject and phase.
@@ -250,7 +283,7 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
     let moved =
         |classes: [Class; 2]| classes.iter().filter_map(|class| operations.get(class.words())).map(|of| of.bytes).sum();
     let phases = phases(collected);
-    let staged = phases.iter().find(|(phase, _)| *phase == "copy");
+    let staged_us = |said: &Digest| said.phases_us[Phase::Staged as usize];
     Operation {
         step: collected.step,
         outcome,
@@ -260,7 +293,7 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
         machines: machines(collected),
         coordinates: coordinates(collected),
         stalled_ms: largest(&mut collected.said().map(|said| f64::from(said.stalled_us) / 1e3)).filter(|&ms| ms > 0.0),
-        staged_ms: staged.and_then(|(_, ms)| largest(&mut ms.iter().flatten().copied())),
+        staged_ms: largest(&mut collected.said().map(staged_us).filter(|&us| us > 0).map(|us| f64::from(us) / 1e3)),
         ended_ms: largest(&mut collected.said().map(|said| said.ended_us as f64 / 1e3)),
         bytes: match collected.verb {
             Verb::Save => moved([Class::SmallWrites, Class::LargeWrites]),

@@ -39,13 +39,13 @@ impl Run {
         found(dir, &name).or_else(|| above.and_then(|(dir, name)| found(dir, &name)))
     }
 
-    /// Returns the store of the run.
+    /// Returns the store of the run. `has_found`: the operation saves a checkpoint, or has found the one that it loads.
     ///
     /// # Errors
     /// Those of the store; `NotFound` where records are kept only beside others, and there are none.
-    pub(crate) fn store(&self, storage: &Arc<Shared>) -> Result<Arc<dyn Store>> {
+    pub(crate) fn store(&self, storage: &Arc<Shared>, has_found: bool) -> Result<Arc<dyn Store>> {
         let store = open_on(&self.url, storage)?;
-        if self.is_guess {
+        if self.is_guess || !has_found {
             store.list(TELEMETRY)?;
         }
         Ok(store)

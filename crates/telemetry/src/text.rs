@@ -22,6 +22,11 @@ impl<const N: usize> Text<N> {
         Text::of(&text[..end])
     }
 
+    /// Keeps of a text that is too long its beginning and its end, with `…` between them.
+    pub(crate) fn shortened(text: &str) -> Text<N> {
+        Text::of(&shortened(text, N))
+    }
+
     /// Keeps of a name that is too long its end, and of a long run of hexadecimal digits in that the beginning: all
     /// files of a save share theirs, and their numbers stand before it.
     pub(crate) fn name(name: &str) -> Text<N> {
@@ -65,6 +70,31 @@ impl<const N: usize> fmt::Debug for Text<N> {
     }
 }
 
+/// Mark of a cut in a text.
+const CUT: char = '…';
+
+/// Returns a text of at most that many bytes: of a longer one the beginning and the end, which says what to do, with
+/// `…` between them.
+pub(crate) fn shortened(text: &str, bytes_max: usize) -> String {
+    if text.len() <= bytes_max {
+        return text.to_owned();
+    }
+    let kept = bytes_max.saturating_sub(CUT.len_utf8());
+    let (mut end, mut start) = (kept - kept / 3, text.len() - kept / 3);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    while !text.is_char_boundary(start) {
+        start += 1;
+    }
+    if bytes_max < CUT.len_utf8() { String::new() } else { format!("{}{CUT}{}", &text[..end], &text[start..]) }
+}
+
+/// Returns the part of a text before its cut, if it has one.
+pub(crate) fn head_of(text: &str) -> &str {
+    text.split(CUT).next().unwrap_or_default()
+}
+
 /// Returns a list or an object as JSON.
 pub(crate) fn list(of: impl serde::Serialize) -> String {
     serde_json::to_string(&of).unwrap_or_default()
@@ -80,6 +110,20 @@ mod tests {
         assert_eq!(Text::<4>::name("abäöc").as_str(), "öc");
         assert_eq!(Text::<9>::name("").as_str(), "");
         assert_eq!(Text::<2>::head("ab").as_str(), "ab");
+    }
+
+    #[test]
+    fn a_cut_is_marked_and_the_end_is_kept() {
+        assert_eq!(shortened("disk full", 9), "disk full");
+        let cut = shortened("write model/00001: expected room for 1054720 bytes, found 4096; free some", 48);
+        assert_eq!(cut, "write model/00001: expected ro…4096; free some");
+        for length in 0..20 {
+            let cut = Text::<20>::shortened(&"ä".repeat(length));
+            assert_eq!(cut.as_str().contains('…'), length > 10, "{length}: {cut:?}");
+            assert!(cut.as_str().len() <= 20, "{length}: {cut:?}");
+            assert!(shortened("äöüäöü", length).len() <= length);
+        }
+        assert_eq!((head_of("a…b"), head_of("ab")), ("a", "ab"));
     }
 
     #[test]

@@ -191,7 +191,7 @@ mod tests {
         let of = |first: u64, rank: u64| {
             lanes.iter().filter(|((pid, tid), _)| *pid == rank && *tid >= first).map(|(_, of)| of.len()).sum::<usize>()
         };
-        assert_eq!((of(10_000, 0), of(10_000, 1), of(0, 0)), (9, 9, 9 + 3 * 7));
+        assert_eq!((of(10_000, 0), of(10_000, 1), of(0, 0)), (9, 9, 9 + 3 * 8));
         assert!(lanes.keys().all(|(rank, _)| *rank != 2), "a rank that said nothing");
         let named = events.iter().find(|event| event["name"] == "process_name" && event["pid"] == 1).unwrap();
         assert_eq!(named["args"]["name"], "rank 1 (node-0)");

@@ -14,6 +14,7 @@ use shardfast_transfer::events::Phase;
 use crate::digest::{Digest, Place, Sum};
 use crate::object::Collected;
 use crate::record::Class;
+use crate::text::head_of;
 
 /// Least time that a verdict is about.
 const LOST_MIN: Duration = Duration::from_millis(100);
@@ -46,6 +47,9 @@ const JOINED_RANKS_MIN: usize = 4;
 /// Deviation from evenly spaced ends, as a share of their spread, up to which the storage ended objects one by one.
 const JOINED_SHARE: f64 = 0.1;
 
+/// Sentence about a call that took long before its save or load could begin.
+const STATE_READ: &str = "its call read the state for that long: `state_dict()` and values";
+
 /// Finding about one save or load.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Verdict {
@@ -56,8 +60,8 @@ pub struct Verdict {
     pub place: Option<String>,
     /// Phase in which the time was lost.
     pub phase: &'static str,
-    /// Cause: `failed`, `missing`, `called_late`, `more_data`, `throttled`, `retries`, `storage`, `small_objects`,
-    /// `serial_tail`, `staging_memory`, `held_up`.
+    /// Cause: `failed`, `missing`, `called_late`, `state`, `more_data`, `throttled`, `retries`, `storage`,
+    /// `small_objects`, `serial_tail`, `staging_memory`, `held_up`.
     pub cause: &'static str,
     /// Time that was lost, in milliseconds.
     pub lost_ms: f64,
@@ -72,9 +76,10 @@ pub struct Verdict {
 pub(crate) type PhaseOf = (&'static str, &'static [Phase], Phase);
 
 /// Phases of a save.
-const SAVE: [PhaseOf; 7] = [
-    ("plan", &[], Phase::Planned),
-    ("copy", &[], Phase::Staged),
+const SAVE: [PhaseOf; 8] = [
+    ("describe", &[], Phase::Described),
+    ("plan", &[Phase::Described], Phase::Planned),
+    ("copy", &[Phase::Described], Phase::Staged),
     ("write", &[Phase::Planned], Phase::Written),
     ("agree", &[Phase::Written], Phase::Agreed),
     ("compare", &[Phase::Agreed], Phase::Compared),
@@ -82,9 +87,10 @@ const SAVE: [PhaseOf; 7] = [
     ("commit", &[Phase::Durable], Phase::Committed),
 ];
 /// Phases of a load.
-const LOAD: [PhaseOf; 6] = [
+const LOAD: [PhaseOf; 7] = [
     ("open", &[], Phase::Opened),
-    ("match", &[Phase::Opened], Phase::Matched),
+    ("describe", &[Phase::Opened], Phase::Described),
+    ("match", &[Phase::Described, Phase::Opened], Phase::Matched),
     ("plan", &[Phase::Matched, Phase::Opened], Phase::Planned),
     ("agree", &[Phase::Planned], Phase::Agreed),
     ("read", &[Phase::Agreed], Phase::Read),
@@ -170,7 +176,7 @@ fn is_explained(found: &[Verdict], at: usize) -> bool {
         }
         let is_enough = by.lost_ms > EXPLAINED * one.lost_ms;
         match (by.phase, one.phase) {
-            // The copy is measured from the request on.
+            // The copy is measured from the same moment on.
             ("plan", "copy") => is_enough,
             // What is written slowly is copied late if staging memory is full, and what is copied late is written late.
             ("write", "copy") => by.cause != "held_up",
@@ -237,15 +243,29 @@ fn failed(collected: &Collected, found: &mut Vec<Verdict>) {
         let ended = ranks.iter().filter_map(|&rank| collected.ranks[rank].as_ref()).map(|said| said.ended_us);
         ended.max().unwrap_or(0) as f64 / 1e3
     };
-    for (failure, ranks) in by_failure {
+    // A rank that failed alone says why itself: that the others failed with it tells nothing more.
+    let is_relayed = |failure: &str| {
+        by_failure.iter().any(|(own, ranks)| {
+            let told = |rank: &usize| failure.strip_prefix(&format!("rank {rank}: "));
+            ranks.iter().filter_map(told).any(|told| is_same_text(told, own))
+        })
+    };
+    for (failure, ranks) in by_failure.iter().filter(|(failure, _)| !is_relayed(failure)) {
         let text = format!("it failed: {failure}");
-        found.push(verdict(collected, &ranks, "outcome", "failed", ended_ms(&ranks), text));
+        found.push(verdict(collected, ranks, "outcome", "failed", ended_ms(ranks), text));
     }
-    let missing: Vec<usize> = collected.missing.iter().map(|&rank| rank as usize).collect();
+    let missing = collected.missing.iter().map(|&rank| rank as usize);
+    let missing: Vec<usize> = missing.filter(|&rank| rank < collected.ranks.len()).collect();
     if !missing.is_empty() {
         let text = "said nothing when the outcome was known: stopped, ended or out of reach".to_owned();
         found.push(verdict(collected, &missing, "outcome", "missing", 0.0, text));
     }
+}
+
+/// Returns whether two texts begin alike, as far as neither is cut.
+fn is_same_text(one: &str, other: &str) -> bool {
+    let (one, other) = (head_of(one), head_of(other));
+    one.starts_with(other) || other.starts_with(one)
 }
 
 /// Finds ranks for which all others waited: they took least in a phase that all end together.
@@ -302,6 +322,9 @@ fn cause(collected: &Collected, said: &Digest, phase: &str, lost_ms: f64) -> (&'
         let [small, large] = large.map(|class| rank.sums[class as usize]);
         (small.bytes + large.bytes, small.busy_us + large.busy_us, small.longest_us.max(large.longest_us))
     };
+    if phase == "describe" {
+        return ("state", STATE_READ.to_owned());
+    }
     let (bytes, busy_us, longest_us) = moved(said);
     let median_bytes = median(collected.said().map(|rank| moved(rank).0 as f64));
     let paused_ms = said.paused_us as f64 / 1e3;
@@ -441,6 +464,11 @@ fn everywhere(collected: &Collected, total_ms: f64, least_ms: f64, found: &mut V
         let of = phases(collected).into_iter().find(|(name, _)| *name == phase);
         median(of.into_iter().flat_map(|(_, times)| times).flatten())
     };
+    let described_ms = took("describe");
+    if described_ms > least_ms {
+        let text = format!("took {} in describe, the median rank: {STATE_READ}", said_ms(described_ms));
+        found.push(of_all("describe", "state", described_ms, text));
+    }
     let classes = match collected.verb {
         Verb::Save if took("values") > took("write") => (Class::SmallWrites, "values"),
         Verb::Save => (Class::SmallWrites, "write"),

@@ -7,6 +7,8 @@ use crate::error::Error;
 /// Phases of a save or load, in the order in which they end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Phase {
+    /// The caller's objects are read: this rank knows what its state holds.
+    Described,
     /// This rank knows what it writes.
     Planned,
     /// All tensors that are captured eagerly are copied.
@@ -35,7 +37,8 @@ pub enum Phase {
 
 impl Phase {
     /// Phases of saves and loads, all of them.
-    pub const ALL: [Phase; 12] = [
+    pub const ALL: [Phase; 13] = [
+        Phase::Described,
         Phase::Planned,
         Phase::Captured,
         Phase::Staged,
@@ -53,6 +56,7 @@ impl Phase {
     /// Returns the word that reports have for it.
     pub fn word(self) -> &'static str {
         match self {
+            Phase::Described => "described",
             Phase::Planned => "planned",
             Phase::Captured => "captured",
             Phase::Staged => "staged",

@@ -19,11 +19,16 @@ pub struct Observed {
 impl Default for Observed {
     /// Begins at this moment.
     fn default() -> Observed {
-        Observed { began: Instant::now(), recorder: Recorder::default(), listener: OnceLock::new() }
+        Observed::since(Instant::now())
     }
 }
 
 impl Observed {
+    /// Makes the observer of an operation that was requested at that time.
+    pub fn since(began: Instant) -> Observed {
+        Observed { began, recorder: Recorder::default(), listener: OnceLock::new() }
+    }
+
     /// Delivers all later events to this observer as well, as long as it is there. Only the first call counts.
     pub fn listen(&self, listener: &Arc<dyn Observer>) {
         let _ = self.listener.set(Arc::downgrade(listener));

@@ -52,8 +52,8 @@ pub struct Progress {
 }
 
 impl Shared {
-    /// Begins at this moment; `captured` if nothing is captured eagerly.
-    pub fn new(captured: bool) -> Shared {
+    /// Makes the state of a save that was requested at `began`; `captured` if nothing is captured eagerly.
+    pub fn new(captured: bool, began: Instant) -> Shared {
         let state = State {
             captured,
             staged: false,
@@ -64,7 +64,7 @@ impl Shared {
             late_notes: Notes::new(),
             committed_notes: Notes::new(),
         };
-        Shared { state: Mutex::new(state), changed: Condvar::new(), observed: Arc::default() }
+        Shared { state: Mutex::new(state), changed: Condvar::new(), observed: Arc::new(Observed::since(began)) }
     }
 
     /// Waits for a state; returns `None` when `timeout` passed first.
@@ -101,7 +101,7 @@ impl Progress {
 
     /// Makes the progress of work without a caller that waits for `captured` or `staged`.
     pub fn detached() -> Progress {
-        Progress::new(Arc::new(Shared::new(true)))
+        Progress::new(Arc::new(Shared::new(true, Instant::now())))
     }
 
     /// Makes the progress of a part of this save whose caller waits for neither; its failures are this save's.

@@ -9,7 +9,7 @@ use shardfast_transfer::events::{Event, Phase};
 use shardfast_transfer::progress::{Progress, Shared};
 
 fn progress() -> Progress {
-    Progress::new(Arc::new(Shared::new(true)))
+    Progress::new(Arc::new(Shared::new(true, std::time::Instant::now())))
 }
 
 /// The operation of a store that reports `requests`.

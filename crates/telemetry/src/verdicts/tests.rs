@@ -297,3 +297,44 @@ fn no_object_with_a_right_checksum_ends_the_process() {
         }
     }
 }
+
+#[test]
+fn a_call_that_reads_its_state_for_long_is_named_and_not_called_late() {
+    let described = |slow: &[usize]| {
+        let mut dice = Dice(11);
+        let mut ranks = healthy(&mut dice, 4);
+        slow.iter().for_each(|&rank| ranks[rank].late += 1500.0);
+        let mut collected = save(&mut dice, ranks, 0.0);
+        for (rank, said) in collected.ranks.iter_mut().flatten().enumerate() {
+            // The call of the rank began with the others, and only then read the state.
+            let shift = if slow.contains(&rank) { 1_500_000 } else { 1 };
+            said.phases_us.iter_mut().filter(|us| **us > 0).for_each(|us| *us += shift);
+            said.phases_us[Phase::Described as usize] = shift;
+        }
+        verdicts(&collected).into_iter().map(|found| (found.subject, found.phase, found.cause)).collect::<Vec<_>>()
+    };
+    assert_eq!(described(&[2]), [("rank 2".to_owned(), "describe", "state")]);
+    assert_eq!(described(&[0, 1, 2, 3]), [("all ranks".to_owned(), "describe", "state")]);
+}
+
+#[test]
+fn a_failure_is_told_of_the_rank_whose_it_is() {
+    let mut dice = Dice(12);
+    let ranks = healthy(&mut dice, 4);
+    let mut collected = save(&mut dice, ranks, 0.0);
+    let failures =
+        ["rank 2: ValueError: b…m", "rank 2: ValueError: boom", "ValueError: boom", "rank 2: ValueError: bo"];
+    for (said, failure) in collected.ranks.iter_mut().flatten().zip(failures) {
+        said.failure = failure.to_owned();
+    }
+    let told = |collected: &Collected| {
+        let found = verdicts(collected).into_iter().filter(|found| ["failed", "missing"].contains(&found.cause));
+        found.map(|found| (found.subject, found.text)).collect::<Vec<_>>()
+    };
+    assert_eq!(told(&collected), [("rank 2".to_owned(), "it failed: ValueError: boom".to_owned())]);
+    // It did not say so itself; and ranks that are none are not named.
+    (collected.ranks[2], collected.missing) = (None, vec![2, 9]);
+    let found = told(&collected);
+    assert!(found.iter().any(|(subject, text)| subject == "rank 2" && text.contains("said nothing")), "{found:?}");
+    assert_eq!(found.len(), 4, "{found:?}");
+}

@@ -64,8 +64,8 @@ impl Run {
         if steps.is_empty() && !entries.iter().any(|entry| entry.is_dir && entry.name == TELEMETRY) {
             return Err(no_run(&self.url));
         }
-        self.read_records(timeout)?;
         let now_ms = unix_ms(SystemTime::now());
+        self.read_records(now_ms, timeout)?;
         let uncommitted = self.uncommitted(&steps, now_ms, timeout)?;
         let (free_bytes, has_ended) = (self.store.free_bytes(), self.has_ended);
         let moment = Moment { now_ms, uncommitted: &uncommitted, free_bytes, has_ended, save_bytes: None };
@@ -79,28 +79,34 @@ impl Run {
     }
 
     /// Reads the records of saves that are new.
-    fn read_records(&mut self, timeout: &Timeout) -> Result<()> {
+    fn read_records(&mut self, now_ms: u64, timeout: &Timeout) -> Result<()> {
         let listed = match retry(timeout, || Ok(self.store.list(TELEMETRY)?)) {
             Err(error) if error.kind == Kind::NotFound => Vec::new(),
             listed => listed?,
         };
         let is_save = |name: &str| parse_record_name(name).is_some() && name.contains("-save-");
-        let names: Vec<String> = listed.into_iter().filter(|entry| !entry.is_dir).map(|entry| entry.name).collect();
-        // Names sort by time.
-        let end = names.iter().filter(|name| is_end_name(name)).max().cloned();
-        let present: BTreeSet<String> = names.into_iter().filter(|name| is_save(name)).collect();
-        self.has_ended = end.as_ref() > present.last();
-        let mut new: Vec<String> = present.difference(&self.seen).cloned().collect();
+        let files = listed.into_iter().filter(|entry| !entry.is_dir);
+        let mut dated: Vec<(u64, String)> = files.map(|entry| (time_of(&entry, now_ms), entry.name)).collect();
+        dated.sort_unstable();
+        let end = dated.iter().rfind(|(_, name)| is_end_name(name)).cloned();
+        dated.retain(|(_, name)| is_save(name));
+        self.has_ended = end.as_ref() > dated.last();
+        // Records that a sweep removed do not come back.
+        let present: BTreeSet<&String> = dated.iter().map(|(_, name)| name).collect();
+        self.seen.retain(|name| present.contains(name));
+        let mut new: Vec<(u64, String)> = dated.into_iter().filter(|(_, name)| !self.seen.contains(name)).collect();
         if !self.has_looked {
             let older = new.len().saturating_sub(KEPT);
-            self.seen.extend(new.drain(..older));
+            self.seen.extend(new.drain(..older).map(|(_, name)| name));
         }
-        // Records that a sweep removed do not come back.
-        self.seen.retain(|name| present.contains(name));
-        for (name, found) in read(&*self.store, &self.url, &new, timeout) {
+        let names: Vec<String> = new.iter().map(|(_, name)| name.clone()).collect();
+        let mut found: BTreeMap<_, _> = read(&*self.store, &self.url, &names, timeout).into_iter().collect();
+        for (time_ms, name) in new {
+            let Some(found) = found.remove(&name) else { continue };
             match found {
                 Ok(collected) => {
                     let mut save = operation(&collected);
+                    save.began_unix_ms = save.began_unix_ms.map(|began| if began > now_ms { time_ms } else { began });
                     count_in_a_row(&mut save.verdicts, &self.last);
                     self.changes.extend(self.alerts.saved(&save));
                     self.ended.insert(save.step);
@@ -142,6 +148,13 @@ impl Run {
     }
 }
 
+/// Returns the time in the name of a record, in milliseconds since 1970. A time that is still to come is one of a wrong
+/// clock: then it is the time at which the storage got the object, 0 if that is not known.
+fn time_of(entry: &Entry, now_ms: u64) -> u64 {
+    let named = entry.name.split('-').next().and_then(|time| time.parse().ok()).filter(|&time| time <= now_ms);
+    named.unwrap_or_else(|| entry.modified.map_or(0, unix_ms).min(now_ms))
+}
+
 fn unix_ms(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
@@ -163,6 +176,31 @@ mod tests {
             std::fs::create_dir_all(run.join(step_dir(step))).unwrap();
             std::fs::write(run.join(TELEMETRY).join(save.name()), save.encode().unwrap()).unwrap();
         }
+    }
+
+    #[test]
+    fn a_record_of_a_clock_that_was_ahead_silences_no_alert() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join(TELEMETRY)).unwrap();
+        saves(dir.path(), 0..8);
+        let records = dir.path().join(TELEMETRY);
+        let ahead = unix_ms(SystemTime::now()) + 365 * 86_400_000;
+        let mut save = Collected { step: 8, began_unix_ms: ahead, missing: Vec::new(), ..collected(2) };
+        save.ranks.iter_mut().flatten().for_each(|said| said.failure = String::new());
+        std::fs::write(records.join(save.name()), save.encode().unwrap()).unwrap();
+        let hours = |hours: u64| SystemTime::now() - std::time::Duration::from_secs(hours * 3600);
+        std::fs::File::open(records.join(save.name())).unwrap().set_modified(hours(2)).unwrap();
+        std::fs::create_dir(dir.path().join(step_dir(8))).unwrap();
+        let failed = Collected { step: 9, began_unix_ms: unix_ms(hours(1)), ..collected(2) };
+        std::fs::write(records.join(failed.name()), failed.encode().unwrap()).unwrap();
+        let rules = Rules { room: 0.0, slow: 0, ..Rules::default() };
+        let mut run = Run::new(dir.path().to_str().unwrap(), rules, &Timeout::default()).unwrap();
+        run.look(&Timeout::default()).unwrap();
+        let firing: Vec<&str> = run.firing().iter().map(|alert| alert.rule).collect();
+        assert_eq!(firing, ["failed", "overdue"]);
+        std::fs::write(records.join(end_name(unix_ms(SystemTime::now()) - 60_000)), "").unwrap();
+        run.look(&Timeout::default()).unwrap();
+        assert_eq!(run.firing().len(), 1, "a job that ended after it has ended");
     }
 
     #[test]

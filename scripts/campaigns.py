@@ -109,6 +109,10 @@ STEPS = [
         ),
     ),
     Step("nodes of HDFS that die", given({"SHARDFAST_HDFS_KILLS": 1}, *pytest("tests/python/test_hdfs.py"))),
+    Step(
+        "calls of HDFS that are spoiled",
+        given({"SHARDFAST_HDFS_FAULTS_ONE_IN": 1}, *pytest("tests/python/test_hdfs_faults.py")),
+    ),
     Step("reports of killed jobs", given({"SHARDFAST_REPORT_KILLS": 100}, *pytest("tests/python/test_report.py"))),
     Step(
         "faults that reports must find",

@@ -1,0 +1,86 @@
+"""Each call of a save and of a load to a NameNode is spoiled, one by one: nothing that was saved is lost."""
+
+import os
+from pathlib import Path
+
+import pytest
+import shardfast as sf
+import torch
+from hdfs_proxy import WAYS, Proxy
+from servers import running_hdfs
+
+ONE_IN = int(os.environ.get("SHARDFAST_HDFS_FAULTS_ONE_IN", "0"))
+
+pytestmark = pytest.mark.skipif(not ONE_IN, reason="it takes minutes: make campaigns")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The proxy, and the URL of a directory behind it."""
+    with running_hdfs() as server, pytest.MonkeyPatch.context() as patch:
+        proxy = Proxy(server.namenode)
+        site = Path(server.environment["HADOOP_CONF_DIR"]) / "hdfs-site.xml"
+        conf = tmp_path_factory.mktemp("conf")
+        (conf / "hdfs-site.xml").write_text(site.read_text())
+        (conf / "core-site.xml").write_text(
+            "<configuration><property><name>fs.defaultFS</name>"
+            f"<value>hdfs://127.0.0.1:{proxy.port}</value></property></configuration>"
+        )
+        patch.setenv("HADOOP_CONF_DIR", str(conf))
+        patch.setenv("HADOOP_USER_NAME", server.environment["HADOOP_USER_NAME"])
+        yield proxy, f"hdfs://127.0.0.1:{proxy.port}/{server.bucket}"
+        proxy.close()
+
+
+def state_of(number, size=9_000_000) -> dict:
+    """An object of two parts, and a small one."""
+    return {"model": {"w": torch.full((size,), float(number))}, "extra": {"number": number}}
+
+
+def loaded(url):
+    state = state_of(0)
+    sf.load(url, state, timeout_s=120)
+    number = state["extra"]["number"]
+    assert bool((state["model"]["w"] == number).all())
+    return number
+
+
+def calls_of(proxy, work):
+    proxy.arm(None, "")
+    work()
+    return proxy.calls
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_call_of_a_save(place, way):
+    proxy, base = place
+    run = f"{base}/{way.replace(' ', '-')}"
+    sf.save(f"{run}/before", state_of(1))
+    number = calls_of(proxy, lambda: sf.save(f"{run}/counted", state_of(2)))
+    assert number > 8, proxy.methods
+    for call in range(0, number, ONE_IN if way != "silent" else 4 * ONE_IN):
+        url = f"{run}/spoiled-{call}"
+        proxy.arm(call, way)
+        try:
+            sf.save(url, state_of(3), timeout_s=120)
+        except sf.Error as error:
+            proxy.arm(None, "")
+            with pytest.raises(sf.NotFound):
+                loaded(url)
+            assert str(error)
+            print(f"{way} {call}: {error}")
+        else:
+            proxy.arm(None, "")
+            assert loaded(url) == 3
+    assert loaded(f"{run}/before") == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_call_of_a_load(place, way):
+    proxy, base = place
+    url = f"{base}/loads-{way.replace(' ', '-')}"
+    sf.save(url, state_of(4))
+    number = calls_of(proxy, lambda: loaded(url))
+    for call in range(0, number, ONE_IN):
+        proxy.arm(call, way)
+        assert loaded(url) == 4

@@ -320,6 +320,15 @@ def test_a_trainers_directory_named_by_its_step_has_records(tmp_path):
     assert [(load["step"], load["outcome"]) for load in report["loads"]] == [(6, "loaded")]
 
 
+def recorded(run):
+    """Saves one step and waits for its record, which a thread stores that no call waits for."""
+    sf.save(run / "step-00000001", state_of(0))
+    until = time.monotonic() + 60
+    while not (found := list((run / ".telemetry").glob("*-save-*.safetensors"))) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found[0]
+
+
 def test_a_step_that_the_run_does_not_have_is_refused(tmp_path):
     run = tmp_path / "run"
     for step in (1, 2):
@@ -331,9 +340,7 @@ def test_a_step_that_the_run_does_not_have_is_refused(tmp_path):
 
 def test_a_checkpoint_that_leaves_is_called_so(tmp_path):
     run = tmp_path / "run"
-    sf.save(run / "step-00000001", state_of(0))
-    for record in (run / ".telemetry").iterdir():
-        record.unlink()
+    recorded(run).unlink()
     (run / "step-00000001" / "COMMIT").rename(run / "step-00000001" / ".leaving")
     listed = subprocess.run([COMMAND, "ls", run], check=True, capture_output=True, text=True).stdout
     assert "leaving" in listed
@@ -342,8 +349,7 @@ def test_a_checkpoint_that_leaves_is_called_so(tmp_path):
 
 def test_a_link_to_itself_among_the_records_is_passed_over(tmp_path):
     run = tmp_path / "run"
-    sf.save(run / "step-00000001", state_of(0))
-    records = run / ".telemetry"
+    records = recorded(run).parent
     for name in ("lp", "1700000000000-save-00000003.safetensors"):
         (records / name).symlink_to(name)
     report = reported(run)

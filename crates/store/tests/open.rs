@@ -17,7 +17,7 @@ fn refusal(url: &str) -> (Kind, String) {
 fn schemes() {
     let (kind, message) = refusal("ftp://host/run");
     assert_eq!(kind, Kind::Unsupported);
-    assert_eq!(message, "expected a path or one of file://, memory://, az://, gs://, s3://; found scheme \"ftp\"");
+    assert_eq!(message, "expected a path or one of file://, memory://, az://, gs://, hdfs://, s3://, viewfs://; found scheme \"ftp\"");
     for bad in [
         "",
         "\0",

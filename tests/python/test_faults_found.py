@@ -82,7 +82,7 @@ class Run:
         self.place.job.tell(do=verb, url=f"{self.url}/step-{self.step:08}", step=self.step, **self.how)
         until = time.monotonic() + RECORD_S
         while self._records(verb) == before and time.monotonic() < until:
-            time.sleep(0.005)  # it is stored by a thread that nobody waits for
+            time.sleep(0.005)  # a background thread stores the record
         self.place.double.fault = None
 
     def _records(self, verb: str) -> int:

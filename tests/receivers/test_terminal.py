@@ -16,7 +16,7 @@ COMMAND = Path(sys.executable).with_name("shardfast")
 
 UNPACKED = Path(__file__).parents[2] / "target" / "receivers" / "usr"
 
-# A rank that saves the step that it is told; rank 1 waits before it does so.
+# Saves each step that a line of its input names; rank 1 first sleeps for as long as the line says.
 JOB = """
 import os, sys, time, torch, shardfast as sf
 torch.distributed.init_process_group("gloo")

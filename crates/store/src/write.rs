@@ -50,6 +50,21 @@ impl Write<'_> {
     }
 }
 
+/// Returns the number of the part that `bytes` bytes at `offset` are, in an object of `object_bytes` bytes in parts of
+/// `part_bytes`.
+///
+/// # Errors
+/// The message, if they are no whole part.
+#[cfg(feature = "remote")]
+pub(crate) fn part_number(part_bytes: u64, object_bytes: u64, offset: u64, bytes: u64) -> Result<usize, String> {
+    let expected = part_bytes.min(object_bytes.saturating_sub(offset));
+    if !offset.is_multiple_of(part_bytes) || bytes != expected || offset > 0 && bytes == 0 {
+        let expected = format!("expected whole parts of {part_bytes} bytes of {object_bytes}");
+        return Err(format!("{expected}, found {bytes} bytes at {offset}"));
+    }
+    Ok((offset / part_bytes) as usize)
+}
+
 /// Answer of a source of writes.
 pub enum Next<'a> {
     /// A write to make.

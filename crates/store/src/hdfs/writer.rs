@@ -15,7 +15,7 @@ use super::{Cluster, STILL_MAX, step, too_late};
 use crate::name::temporary_of;
 use crate::observe::Action;
 use crate::remote::Lending;
-use crate::write::Write;
+use crate::write::{self, Write};
 use crate::{Error, Kind, ObjectWriter, Requests, Result};
 
 /// Bytes that are given to the client library at a time.
@@ -80,15 +80,8 @@ impl HdfsWriter {
 
     /// Returns the number of the part that these bytes are.
     fn part(&self, offset: u64, bytes: u64) -> Result<usize> {
-        let expected = self.part_bytes.min(self.bytes.saturating_sub(offset));
-        if !offset.is_multiple_of(self.part_bytes) || bytes != expected || offset > 0 && bytes == 0 {
-            let message = format!(
-                "expected whole parts of {} bytes of {}, found {bytes} bytes at {offset}",
-                self.part_bytes, self.bytes
-            );
-            return Err(self.fail(Kind::Invalid, Action::Write, message));
-        }
-        Ok((offset / self.part_bytes) as usize)
+        write::part_number(self.part_bytes, self.bytes, offset, bytes)
+            .map_err(|message| self.fail(Kind::Invalid, Action::Write, message))
     }
 
     fn write_part(&self, part: usize, pieces: Vec<Bytes>) -> Result<()> {

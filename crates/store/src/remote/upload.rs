@@ -11,7 +11,7 @@ use object_store::{PutOptions, PutPayload};
 
 use super::Place;
 use crate::observe::Action;
-use crate::write::{Buffer, Write};
+use crate::write::{self, Buffer, Write};
 use crate::{Error, Kind, ObjectWriter, Result};
 
 /// An object that is being sent.
@@ -35,15 +35,8 @@ impl RemoteWriter {
 
     /// Returns the number of the part that these bytes are.
     fn part(&self, offset: u64, bytes: u64) -> Result<usize> {
-        let expected = self.part_bytes.min(self.bytes.saturating_sub(offset));
-        if !offset.is_multiple_of(self.part_bytes) || bytes != expected || offset > 0 && bytes == 0 {
-            let message = format!(
-                "expected whole parts of {} bytes of {}, found {bytes} bytes at {offset}",
-                self.part_bytes, self.bytes
-            );
-            return Err(self.place.fail(Kind::Invalid, Action::Write, &self.name, message));
-        }
-        Ok((offset / self.part_bytes) as usize)
+        write::part_number(self.part_bytes, self.bytes, offset, bytes)
+            .map_err(|message| self.place.fail(Kind::Invalid, Action::Write, &self.name, message))
     }
 
     fn put_part(&self, part: usize, payload: PutPayload, crc64: Option<u64>) -> Result<()> {

@@ -166,9 +166,11 @@ def test_the_time_in_which_a_call_reads_the_state_counts(ranks, tmp_path):
     assert 800 <= save["stalled_ms"] <= took_ms and save["staged_ms"] >= 800 and save["ended_ms"] >= 800
     for one in (save, load):
         assert one["phases"]["describe"][1] >= 800 > one["phases"]["describe"][0], one["phases"]
-        found = [(verdict["subject"], verdict["phase"], verdict["cause"]) for verdict in one["verdicts"]]
-        assert found == [("rank 1", "describe", "state")], one["verdicts"]
-        assert "state_dict()" in one["verdicts"][0]["text"]
+        (found,) = [verdict for verdict in one["verdicts"] if verdict["phase"] == "describe"]
+        assert (found["subject"], found["cause"]) == ("rank 1", "state") and "state_dict()" in found["text"], found
+        # On a busy machine its call may also begin late, which is told where that cost more.
+        late = [verdict["lost_ms"] for verdict in one["verdicts"] if verdict["cause"] == "called_late"]
+        assert all(lost_ms > found["lost_ms"] for lost_ms in late), one["verdicts"]
 
 
 def test_a_plan_and_a_look_are_no_loads(tmp_path):

@@ -173,6 +173,42 @@ def test_the_time_in_which_a_call_reads_the_state_counts(ranks, tmp_path):
         assert all(lost_ms > found["lost_ms"] for lost_ms in late), one["verdicts"]
 
 
+STOPS = """
+import os, signal, sys, time, torch, shardfast as sf
+rank = int(os.environ["RANK"])
+torch.distributed.init_process_group("gloo")
+pending = sf.save_async(f"{sys.argv[1]}/step-00000001", {f"part{rank}": torch.full((30_000_000,), rank)}, step=1, timeout_s=4)
+phases = {}
+while "agreed" not in phases and "committed" not in phases:
+    phases = pending.report["phases_ms"]
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    pending.committed()
+except sf.Unavailable:
+    time.sleep(8)
+"""
+
+
+def test_the_record_of_a_save_with_a_stopped_rank_has_what_the_others_did(tmp_path):
+    run, script = str(tmp_path / "run"), tmp_path / "stops.py"
+    script.write_text(STOPS)
+    port = free_ports(1)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen([sys.executable, script, run], env={**os.environ, **given, "RANK": str(rank)})
+        for rank in range(3)
+    ]
+    for job in started[:2]:
+        job.wait(60)
+    started[2].kill()
+    started[2].wait()
+    (save,) = reported(run)["saves"]
+    assert (save["outcome"], save["not_reporting"]) == ("failed", [2]), save
+    told = [rank is not None for rank in save["phases"]["plan"]]
+    assert told == [True, True, False], save["phases"]
+
+
 def test_a_plan_and_a_look_are_no_loads(tmp_path):
     url = tmp_path / "run" / "step-00000001"
     sf.save(url, {"model": net()}, step=1)

@@ -9,6 +9,9 @@ const FAILURES_SHOWN_MAX: usize = 16;
 /// Bytes of a contribution that a failed round shows to all ranks.
 pub const SAMPLE_BYTES: usize = 16;
 
+/// Bytes of a contribution that rank 0 gets if the round fails because others are missing.
+pub const SHOWN_BYTES: usize = 512;
+
 /// Prefix of the reason of a rank that did not contribute, where others have failed.
 pub const NOT_CONTRIBUTED: &str = "it did not contribute within";
 

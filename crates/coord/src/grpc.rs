@@ -55,7 +55,7 @@ pub use self::tls::Tls;
 use self::workers::Workers;
 use crate::hub as calls;
 use crate::pulse::{BEAT, Pulse};
-use crate::{Absent, Coord, Decide, Error, Meeting, Topology};
+use crate::{Absent, Coord, Decide, Error, Meeting, Show, Topology};
 
 /// Bytes in flight before the receiver must acknowledge them: bandwidth times delay of a fast network.
 const WINDOW_BYTES: u32 = 16 << 20;
@@ -282,8 +282,25 @@ impl Coord for Process {
         decide: Decide<'_>,
         deadline: Duration,
     ) -> Result<Vec<u8>, Error> {
+        self.agree_or_show(topic, contribution, decide, &mut |_| (), deadline)
+    }
+
+    fn agree_or_show(
+        &self,
+        topic: &str,
+        contribution: Result<Vec<u8>, String>,
+        decide: Decide<'_>,
+        show: Show<'_>,
+        deadline: Duration,
+    ) -> Result<Vec<u8>, Error> {
         self.workers.require_here()?;
-        calls::agree(&*self.hub, topic, contribution, decide, deadline)
+        calls::agree(&*self.hub, topic, contribution, decide, show, deadline)
+    }
+
+    fn hurry(&self, topic: &str) {
+        if self.workers.here() {
+            self.hub.hurry(topic);
+        }
     }
 }
 

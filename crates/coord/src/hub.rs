@@ -5,7 +5,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use crate::node::{Contribution, Reply};
-use crate::{Decide, Error};
+use crate::{Decide, Error, Show};
 
 /// Cause of the loss of a rank that closes its coordinator.
 pub(crate) const LEFT: &str = "it closed its coordinator";
@@ -25,12 +25,13 @@ pub(crate) trait Hub {
     fn due_in(&self) -> Option<Duration>;
 }
 
-/// Implements [`Coord::agree`](crate::Coord::agree) through a rank's own node.
+/// Implements [`Coord::agree_or_show`](crate::Coord::agree_or_show) through a rank's own node.
 pub(crate) fn agree(
     hub: &impl Hub,
     topic: &str,
     contribution: Contribution,
     decide: Decide<'_>,
+    show: Show<'_>,
     deadline: Duration,
 ) -> Result<Vec<u8>, Error> {
     let (sender, receiver) = mpsc::sync_channel(1);
@@ -50,6 +51,10 @@ pub(crate) fn agree(
     };
     match reply {
         Reply::Answer(answer) => answer,
+        Reply::Failed(error, came) => {
+            show(came);
+            Err(error)
+        }
         Reply::Decide(contributions) => {
             let decision = panic::catch_unwind(AssertUnwindSafe(|| decide(contributions)));
             let (decision, panicked) = match decision {

@@ -55,7 +55,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use error::{Error, Failure, NOT_CONTRIBUTED, Ranks, SAMPLE_BYTES};
+pub use error::{Error, Failure, NOT_CONTRIBUTED, Ranks, SAMPLE_BYTES, SHOWN_BYTES};
 pub use local::{local, local_tree, solo};
 pub use pulse::Pulse;
 pub use topology::Topology;
@@ -64,6 +64,10 @@ pub use wire::Encoded;
 /// Decides a round: takes every rank's contribution in the order of the ranks, and returns every rank's answer in that
 /// order, or the reason why there is none.
 pub type Decide<'a> = &'a mut dyn FnMut(Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, String>;
+
+/// Receives what some ranks contributed to a round that failed because others did not: the first [`SHOWN_BYTES`] of
+/// each contribution, with its rank.
+pub type Show<'a> = &'a mut dyn FnMut(Vec<(u32, Vec<u8>)>);
 
 /// Largest contribution and largest answer of one rank: 1 GiB. A larger one fails the round.
 pub const PAYLOAD_BYTES_MAX: usize = 1 << 30;
@@ -135,4 +139,24 @@ pub trait Coord: Send + Sync {
         decide: Decide<'_>,
         deadline: Duration,
     ) -> Result<Vec<u8>, Error>;
+
+    /// Agrees like [`agree`](Coord::agree). If the round fails because ranks did not contribute or are lost, `show` is
+    /// called on rank 0 with what the others contributed, as far as it has come there.
+    ///
+    /// # Errors
+    /// As [`agree`](Coord::agree).
+    fn agree_or_show(
+        &self,
+        topic: &str,
+        contribution: Result<Vec<u8>, String>,
+        decide: Decide<'_>,
+        _show: Show<'_>,
+        deadline: Duration,
+    ) -> Result<Vec<u8>, Error> {
+        self.agree(topic, contribution, decide, deadline)
+    }
+
+    /// Ends the wait of this rank's call in the round of `topic`, as if its deadline had passed now. Any thread may
+    /// call it, and again while the call has not returned: each time the round goes on as far as it is due.
+    fn hurry(&self, _topic: &str) {}
 }

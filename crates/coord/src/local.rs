@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::hub::{self, Hub, LEFT, Waiter};
 use crate::node::{Contribution, Effect, Effects, Node, Reply};
-use crate::{Absent, Coord, Decide, Error, Meeting, Topology};
+use crate::{Absent, Coord, Decide, Error, Meeting, Show, Topology};
 
 /// Nodes of all ranks. A message between two of them is a call.
 struct Nodes {
@@ -170,7 +170,22 @@ impl Coord for Local {
         decide: Decide<'_>,
         deadline: Duration,
     ) -> Result<Vec<u8>, Error> {
-        hub::agree(self, topic, contribution, decide, deadline)
+        self.agree_or_show(topic, contribution, decide, &mut |_| (), deadline)
+    }
+
+    fn agree_or_show(
+        &self,
+        topic: &str,
+        contribution: Result<Vec<u8>, String>,
+        decide: Decide<'_>,
+        show: Show<'_>,
+        deadline: Duration,
+    ) -> Result<Vec<u8>, Error> {
+        hub::agree(self, topic, contribution, decide, show, deadline)
+    }
+
+    fn hurry(&self, topic: &str) {
+        self.nodes.act(self.rank, |node, now| ((), node.hurry(topic, now)));
     }
 }
 

@@ -71,6 +71,8 @@ pub type Contribution = Result<Vec<u8>, String>;
 pub enum Reply {
     /// All contributions, to rank 0 only; call [`Node::decided`] with the decision over these.
     Decide(Vec<Vec<u8>>),
+    /// Failure of a round in which ranks are missing, to rank 0 only, with the beginnings of the others' contributions.
+    Failed(Error, Vec<(u32, Vec<u8>)>),
     /// Result of the call.
     Answer(Result<Vec<u8>, Error>),
 }
@@ -314,6 +316,17 @@ impl<W> Node<W> {
         self.effects()
     }
 
+    /// Ends the wait of this rank's call in a round, as if its deadline had passed, and handles timeouts.
+    pub fn hurry(&mut self, topic: &str, now: Duration) -> Effects<W> {
+        if let Some(round) = self.rounds.get_mut(topic)
+            && let Some(waiting) = &mut round.waiting
+        {
+            waiting.gives_up = waiting.gives_up.min(now.saturating_add(GRACE));
+            round.expires = round.expires.min(now);
+        }
+        self.tick(now)
+    }
+
     /// Handles timeouts. Must be called at the time that [`due`](Node::due) returns; at any other time it does nothing.
     pub fn tick(&mut self, now: Duration) -> Effects<W> {
         for topic in self.topics(|round| round.stage == Stage::Gathering && round.expires <= now) {
@@ -543,7 +556,11 @@ impl<W> Node<W> {
                 let report = round.report(self.rank, self.children.iter().map(Child::known));
                 let lost = lost.filter(|_| !report.is_complete() || self.rank != 0);
                 let waited = round.expires.saturating_sub(round.opened);
+                let (came, waiting) = (report.came(self.rank), round.waiting.take_if(|_| self.rank == 0));
                 let error = round::failed(topic, report, waited, lost);
+                if let Some(Waiting { waiter, .. }) = waiting {
+                    self.effects.push(Effect::Reply(waiter, Reply::Failed(error.clone(), came)));
+                }
                 self.fail(topic, &error);
             }
         }

@@ -50,21 +50,17 @@ impl Encoded for Upward {
 
     fn encode(self) -> Vec<u8> {
         let word = match self.word {
-            FromChild::Part(Part {
-                topic,
-                age,
-                left,
-                report: Report { failures, missing, silent, sample, payloads },
-            }) => upward::Word::Part(proto::Part {
-                topic,
-                age_ns: nanoseconds(age),
-                left_ns: nanoseconds(left),
-                payloads: payloads.map(Into::into),
-                failures: (!failures.is_empty()).then(|| failures.into()),
-                missing: missing.into_iter().map(Into::into).collect(),
-                silent,
-                sample,
-            }),
+            FromChild::Part(Part { topic, age, left, report: Report { failures, missing, silent, payloads } }) => {
+                upward::Word::Part(proto::Part {
+                    topic,
+                    age_ns: nanoseconds(age),
+                    left_ns: nanoseconds(left),
+                    payloads: payloads.map(Into::into),
+                    failures: (!failures.is_empty()).then(|| failures.into()),
+                    missing: missing.into_iter().map(Into::into).collect(),
+                    silent,
+                })
+            }
             FromChild::Lost { rank, cause } => upward::Word::Lost(proto::Lost { rank, cause }),
             FromChild::Overdue { topic } => upward::Word::Overdue(topic),
             FromChild::Asks { interval } => upward::Word::Asks(interval.into()),
@@ -81,7 +77,6 @@ impl Encoded for Upward {
                     failures: part.failures.map(Into::into).unwrap_or_default(),
                     missing: runs(part.missing)?,
                     silent: part.silent,
-                    sample: part.sample,
                     payloads: part.payloads.map(bundle).transpose()?,
                 };
                 let (age, left) = (Duration::from_nanos(part.age_ns), Duration::from_nanos(part.left_ns));

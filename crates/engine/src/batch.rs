@@ -70,6 +70,11 @@ impl Batch {
         self
     }
 
+    /// Returns the number of bytes that the save has had before it began.
+    pub(crate) fn bytes_ahead(&self) -> u64 {
+        self.evidence.iter().map(|one| one.live.bytes()).sum()
+    }
+
     /// Writes the files and makes them durable, contents first, then names.
     pub(crate) fn write(
         self,

@@ -77,7 +77,8 @@ pub trait Listening: Observer {
     /// Returns what rank 0 learns of this rank in addition if it was chosen: at most [`TOLD_BYTES_MAX`].
     fn tells(&self) -> Vec<u8>;
 
-    /// Receives on rank 0 what all ranks have said, in their order; `Err` names ranks that said nothing in time. `told`
-    /// has what the chosen ranks but rank 0 have told, each with its number; nothing if one of all ranks did not come.
-    fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, told: Vec<(u32, Vec<u8>)>, report: &Report);
+    /// Receives on rank 0 what all ranks have said, in their order; `None` for ranks from which nothing came, of which
+    /// `missing` are known to have said nothing. `told` has what the chosen ranks but rank 0 have told, each with its
+    /// number; nothing if one of all ranks did not come.
+    fn collected(&self, said: Vec<Option<Vec<u8>>>, missing: Vec<u32>, told: Vec<(u32, Vec<u8>)>, report: &Report);
 }

@@ -18,12 +18,18 @@ use crate::listen::{Begun, Listener, Listening, SAID_BYTES_MAX, TOLD_BYTES_MAX, 
 /// Time for which rank 0 waits for what other ranks have to say of an operation that has ended.
 const COLLECTED_WITHIN: Duration = Duration::from_secs(20);
 
+/// Time for which it waits after a failure: a rank may be why, and processes that have failed end.
+const FAILED_WITHIN: Duration = Duration::from_secs(5);
+
 /// Time for which rank 0 waits for what chosen ranks tell in addition. All ranks have come to the round before, and
 /// rank 0's listener gets what they said there when this round is over.
 const TOLD_WITHIN: Duration = Duration::from_secs(5);
 
 /// Operations that are collected in the background: the process that does it, and their number.
 static COLLECTING: (Mutex<(u32, usize)>, Condvar) = (Mutex::new((0, 0)), Condvar::new());
+
+/// A rank that is left out takes nothing from what the others have said.
+const _: () = assert!(SAID_BYTES_MAX <= shardfast_coord::SHOWN_BYTES);
 
 /// Answers to what a rank has said, where some ranks are chosen to tell more; if none is, the answer is empty.
 const NOT_CHOSEN: u8 = 0;
@@ -36,8 +42,8 @@ pub(crate) struct Listened {
     listening: Option<Arc<dyn Listening>>,
     /// Pulse of the process, until the operation has ended.
     pulse: Mutex<Option<Arc<Pulse>>>,
-    /// Number of the operation if ranks have met in it, once it has ended.
-    ended: OnceLock<Option<u64>>,
+    /// Number of the operation if ranks have met in it, and whether it failed, once it has ended.
+    ended: OnceLock<(Option<u64>, bool)>,
 }
 
 impl Engine {
@@ -77,7 +83,7 @@ impl Listened {
     /// Notes the outcome of the operation, which has that number if ranks have met in it. Returns whether this is the
     /// first call, which alone counts.
     pub(crate) fn note_outcome(&self, outcome: &Result<()>, number: Option<u64>) -> bool {
-        let is_first = self.ended.set(number).is_ok();
+        let is_first = self.ended.set((number, outcome.is_err())).is_ok();
         if is_first {
             // The process may have been held up until this moment.
             if let Some(pulse) = self.pulse.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -92,17 +98,21 @@ impl Listened {
     /// Sends this rank's bytes about an operation that has ended to rank 0, whose listener gets those of all ranks. It
     /// waits for the other ranks, so no call of the user may wait for it.
     pub(crate) fn collect(&self, engine: &Engine) {
-        let (Some(listening), Some(number)) = (&self.listening, self.ended.get()) else { return };
+        let (Some(listening), Some((number, has_failed))) = (&self.listening, self.ended.get()) else { return };
         let report = self.observed.report();
-        let Some(mut said) = listening.says(&report) else { return };
+        let Some(mut own) = listening.says(&report) else { return };
+        own.truncate(SAID_BYTES_MAX);
+        let mut came: Vec<Option<Vec<u8>>> = vec![None; engine.world() as usize];
+        came[0] = Some(own.clone());
         let Some(number) = number else {
             // Ranks that did not meet in it do not meet behind it.
             if engine.rank() == 0 {
-                listening.collected(Err(Vec::new()), Vec::new(), &report);
+                listening.collected(came, Vec::new(), Vec::new(), &report);
             }
             return;
         };
-        said.truncate(SAID_BYTES_MAX);
+        let topic = format!("{number} said");
+        let within = if *has_failed { FAILED_WITHIN } else { COLLECTED_WITHIN };
         let mut all = None;
         let mut choose = |said: Vec<Vec<u8>>| {
             let mut chosen = listening.chooses(&said);
@@ -113,7 +123,14 @@ impl Listened {
             all = Some((said, chosen));
             Ok(answers)
         };
-        let answer = engine.coord.agree(&format!("{number} said"), Ok(said), &mut choose, COLLECTED_WITHIN);
+        let mut show = |some: Vec<(u32, Vec<u8>)>| {
+            for (rank, said) in some {
+                if let Some(place) = came.get_mut(rank as usize) {
+                    *place = Some(said);
+                }
+            }
+        };
+        let answer = engine.coord.agree_or_show(&topic, Ok(own), &mut choose, &mut show, within);
         let told = match &answer {
             Ok(answer) if !answer.is_empty() => self.tell(engine, *number, answer[..] == [CHOSEN]),
             _ => Vec::new(),
@@ -124,9 +141,10 @@ impl Listened {
                 Err(Coord::Lost { rank, .. }) => vec![rank],
                 _ => Vec::new(),
             };
-            let (said, chosen) = all.map_or((Err(missing), Vec::new()), |(said, chosen)| (Ok(said), chosen));
+            let (said, chosen) =
+                all.map_or((came, Vec::new()), |(said, chosen)| (said.into_iter().map(Some).collect(), chosen));
             let told = (0..).zip(told).filter(|(rank, _)| chosen.contains(rank)).collect();
-            listening.collected(said, told, &report);
+            listening.collected(said, missing, told, &report);
         }
     }
 

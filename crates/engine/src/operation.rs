@@ -6,7 +6,8 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shardfast_coord::{Error as Coord, Failure, NOT_CONTRIBUTED};
-use shardfast_transfer::error::{Error, Kind, Result};
+use shardfast_transfer::error::{Error, Kind, Result, expect_uninterrupted};
+use shardfast_transfer::interrupt;
 use shardfast_transfer::observed::Observed;
 
 use crate::calls::{self, Call, CallReport, Verdict, Waits, overtaken, too_late};
@@ -22,6 +23,9 @@ const OPEN: &str = "open";
 
 /// Decision of rank 0 if the calls differ: all ranks then send what they call.
 const DIFFERENT: &str = "?";
+
+/// Time for which a rank whose program was interrupted waits for the others.
+const INTERRUPTED_WITHIN: Duration = Duration::from_secs(2);
 
 /// A decision over the messages of all ranks.
 type DecideOver<'a> = &'a mut dyn FnMut(&mut dyn Iterator<Item = &[u8]>) -> std::result::Result<Vec<Vec<u8>>, String>;
@@ -249,7 +253,18 @@ impl Operation {
         deadline: Duration,
         decide: shardfast_coord::Decide<'_>,
     ) -> std::result::Result<Vec<u8>, Coord> {
-        self.engine.coord.agree(&topic(self.number(), stage), contribution, decide, deadline)
+        let topic = topic(self.number(), stage);
+        let (coord, name) = (Arc::clone(&self.engine.coord), topic.clone());
+        interrupt::waiting(
+            move || coord.hurry(&name),
+            || match expect_uninterrupted() {
+                Ok(()) => self.engine.coord.agree(&topic, contribution, decide, deadline),
+                Err(error) => {
+                    let contribution = contribution.and_then(|_| Err(error.to_wire()));
+                    self.engine.coord.agree(&topic, contribution, decide, deadline.min(INTERRUPTED_WITHIN))
+                }
+            },
+        )
     }
 
     /// Sends this rank's call, after ranks have made different calls. Returns an error if its call fails; else it waits

@@ -181,6 +181,10 @@ impl Save<'_> {
         let unwritten = scope.unwritten(&self.state.catalog, writes);
         let batch = Batch::new(self.operation, &self.state, writes, &[], self.data_at()?);
         let batch = batch.comparing(&self.state, unwritten).proving(&self.state);
+        if let Some(since) = self.state.ahead_since {
+            let before = self.progress.shared.observed.began.saturating_duration_since(since);
+            self.progress.note(&Event::Ahead { before, bytes: batch.bytes_ahead() });
+        }
         let written = batch.write(self.operation, self.store()?, self.progress, self.destination.blocking);
         self.note_files(&written, Phase::Written);
         Ok(written)

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{Catalog, Leaf, LeafBody, LeafName, Region, sha256};
@@ -23,6 +24,8 @@ pub struct State {
     pub compared: Arc<Vec<Compared>>,
     /// Classes that make state, such as optimizers.
     pub makers: Arc<Vec<Maker>>,
+    /// Time since which some of the bytes are captured in steps ahead of the save; `None` if there are none.
+    pub ahead_since: Option<Instant>,
 }
 
 /// A class that makes state here, such as an optimizer's. A save fails in which something was made, and two ranks have

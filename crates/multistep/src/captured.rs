@@ -44,6 +44,7 @@ impl Captured {
                 }
             }
         }
+        state.ahead_since = (!runs.is_empty()).then_some(shared.shared.opened);
         if shared.shared.beside.is_some() {
             shared.digest(&state, &mut runs);
         }

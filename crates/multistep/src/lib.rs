@@ -177,6 +177,8 @@ pub struct Window {
 
 /// State that a window's threads, its caller and the save share.
 struct Shared {
+    /// Time at which the window was opened.
+    opened: Instant,
     catalog: Arc<Catalog>,
     classes: Vec<Class>,
     units: Vec<Unit>,
@@ -458,7 +460,8 @@ impl Shared {
         let figures = Figures { steps: 1, ..Figures::default() };
         let state = Mutex::new(State { figures, ..State::default() });
         let (held, changed) = (AtomicUsize::new(0), Condvar::new());
-        Shared { catalog, classes, units, blocks, held, staging, beside, state, changed }
+        let opened = Instant::now();
+        Shared { opened, catalog, classes, units, blocks, held, staging, beside, state, changed }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -1,5 +1,6 @@
 //! Opens committed checkpoints for Python.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use shardfast_format::region::checked_numel;
 use shardfast_format::{DType, LeafKind, Manifest};
 
 use crate::errors::{invalid, kind, raise};
+use crate::interrupt::interruptible;
 use crate::leaves::{self, Streams};
 use crate::process::Own;
 use crate::session::{Session, began, seconds};
@@ -48,11 +50,11 @@ pub(crate) fn open(
     let timeout = seconds(timeout_s)?;
     let engine = session.engine()?;
     let since = after_s.map(began).transpose()?;
-    let opened = py.detach(|| match since {
+    let opened = interruptible(py, || match since {
         Some(began) => shardfast_engine::open_to_load(engine, url, timeout, began),
         None => shardfast_engine::open(engine, url, timeout).map(shardfast_engine::Checkpoint::looked_at),
-    });
-    Checkpoint::new(py, opened.map_err(raise)?)
+    })?;
+    Checkpoint::new(py, opened)
 }
 
 /// A step and its checkpoint, if there is one, and the checkpoints that were passed over.
@@ -74,7 +76,7 @@ pub(crate) fn newest(
 ) -> PyResult<Found> {
     let timeout = seconds(timeout_s)?;
     let (engine, began) = (session.engine()?, began(after_s)?);
-    let newest = py.detach(|| runs::newest_since(engine, url, (below, older), began, timeout)).map_err(raise)?;
+    let newest = interruptible(py, || runs::newest_since(engine, url, (below, older), began, timeout))?;
     let found = match newest.found {
         Some((step, checkpoint)) => Some((step, Checkpoint::new(py, checkpoint)?)),
         None => None,
@@ -97,7 +99,7 @@ pub(crate) fn begin_run(
 ) -> PyResult<Option<(Vec<u64>, Option<String>)>> {
     let timeout = seconds(timeout_s)?;
     let engine = session.engine()?;
-    let rewound = py.detach(|| shardfast_engine::rewind::begin(engine, url, step, rewind, timeout)).map_err(raise)?;
+    let rewound = interruptible(py, || shardfast_engine::rewind::begin(engine, url, step, rewind, timeout))?;
     Ok(rewound.map(|rewound| (rewound.moved, rewound.into)))
 }
 
@@ -151,14 +153,14 @@ impl Checkpoint {
     fn barrier(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         let timeout = seconds(timeout_s)?;
         let checkpoint = self.checkpoint.get()?;
-        py.detach(|| checkpoint.barrier(timeout)).map_err(raise)
+        interruptible(py, || checkpoint.barrier(timeout))
     }
 
     /// Waits like `barrier` at the end of the load.
     fn done(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         let timeout = seconds(timeout_s)?;
         let checkpoint = self.checkpoint.get()?;
-        py.detach(|| checkpoint.done(timeout)).map_err(raise)
+        interruptible(py, || checkpoint.done(timeout))
     }
 
     /// Merges all ranks' findings, the same on every rank: the leaves that no rank has a place for (`touched` are those
@@ -173,7 +175,7 @@ impl Checkpoint {
     ) -> PyResult<(Vec<u32>, Vec<(Vec<u32>, String)>)> {
         let timeout = seconds(timeout_s)?;
         let checkpoint = self.checkpoint.get()?;
-        let summary = py.detach(|| checkpoint.agree_match(&touched, &problems, timeout)).map_err(raise)?;
+        let summary = interruptible(py, || checkpoint.agree_match(&touched, &problems, timeout))?;
         Ok((summary.untouched, summary.problems))
     }
 
@@ -215,7 +217,7 @@ impl Checkpoint {
         let checkpoint = self.checkpoint.get()?;
         let wants = self.wants(py, wants, &streams, timeout)?;
         let values = refs(values);
-        let loaded = py.detach(|| checkpoint.load_by(peer_reads, None, &wants, &values, timeout)).map_err(raise)?;
+        let loaded = interruptible(py, || checkpoint.load_by(peer_reads, None, &wants, &values, timeout))?;
         moved(py, loaded)
     }
 }
@@ -232,7 +234,8 @@ impl Checkpoint {
         leaves::wants(checkpoint.engine(), checkpoint.manifest(), wants, streams).map_err(|error| {
             // The other ranks are about to load: they must not wait for a rank that cannot.
             let reason = Error::new(Kind::Invalid, error.value(py).to_string());
-            raise(py.detach(|| checkpoint.refuse(reason, timeout)))
+            let Err(refused) = interruptible(py, || Err::<Infallible, _>(checkpoint.refuse(reason, timeout)));
+            refused
         })
     }
 }

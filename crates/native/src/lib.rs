@@ -7,6 +7,7 @@ mod deferred_decref;
 mod dlpack;
 mod errors;
 mod hold;
+mod interrupt;
 mod interval;
 mod leaves;
 mod mapped;

@@ -7,14 +7,12 @@ use pyo3::prelude::*;
 use shardfast_engine::{Destination, Error, Prove};
 
 use crate::errors::{invalid, kind, raise};
+use crate::interrupt::SIGNALS_EVERY;
 use crate::leaves::{Described, Streams};
 use crate::multistep::Window;
 use crate::process::Own;
 use crate::session::{Session, began, seconds};
 use crate::values::Value;
-
-/// Interval at which a wait checks for signals: Ctrl-C must not hang.
-const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 
 /// A save in flight.
 #[pyclass(frozen, module = "shardfast._native")]

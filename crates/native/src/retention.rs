@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use pyo3::prelude::*;
 use shardfast_engine::retention::{self, Best, Keep};
 
-use crate::errors::raise;
+use crate::interrupt::interruptible;
 use crate::process::Own;
 use crate::session::seconds;
 
@@ -59,6 +59,6 @@ impl Retention {
         call: impl FnOnce(&mut retention::Retention) -> shardfast_engine::Result<T> + Send,
     ) -> PyResult<T> {
         let retention = self.retention.get()?;
-        py.detach(|| call(&mut retention.lock().unwrap_or_else(PoisonError::into_inner))).map_err(raise)
+        interruptible(py, || call(&mut retention.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 }

@@ -12,6 +12,7 @@ use shardfast_engine::{Engine, Error, of_ranks, staging_bytes_default};
 use shardfast_telemetry::Telemetry;
 
 use crate::errors::{invalid, kind, raise};
+use crate::interrupt::{abandonable, interruptible};
 use crate::leaves::Described;
 use crate::process::Own;
 
@@ -71,12 +72,13 @@ impl Place {
     /// it, or none.
     fn find_parent(&self, py: Python<'_>, root: &str, timeout_s: f64) -> PyResult<String> {
         let timeout = seconds(timeout_s)?;
-        let place = self.place.get()?;
-        let find = || {
-            let place = place.lock().unwrap_or_else(PoisonError::into_inner);
-            place.as_ref().map(|place| place.find_parent(root, timeout))
-        };
-        py.detach(find).ok_or_else(joined)?.map_err(|error| raise(of_ranks(error)))
+        let (place, root) = (self.taken()?, root.to_owned());
+        let (place, parent) = abandonable(py, move || {
+            let parent = place.find_parent(&root, timeout);
+            (place, parent)
+        })?;
+        *self.place.get()?.lock().unwrap_or_else(PoisonError::into_inner) = Some(place);
+        parent.map_err(|error| raise(of_ranks(error)))
     }
 
     /// Joins the ranks of the job, through the parent at `parent`; `None` for rank 0. `is_whole_job`: none of the job's
@@ -92,12 +94,19 @@ impl Place {
         is_whole_job: bool,
     ) -> PyResult<Session> {
         let timeout = seconds(timeout_s)?;
-        let place = self.place.get()?.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(joined)?;
-        let coord = py.detach(|| place.join(parent, timeout)).map_err(|error| raise(of_ranks(error)))?;
+        let (place, parent) = (self.taken()?, parent.map(ToOwned::to_owned));
+        let coord = abandonable(py, move || place.join(parent.as_deref(), timeout))?;
+        let coord = coord.map_err(|error| raise(of_ranks(error)))?;
         let local_rank = coord.rank() % local_world.max(1);
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
         let session = Session::new(coord, staging_bytes, local_rank)?;
         Ok(Session { is_whole_job, local_world, ..session })
+    }
+}
+
+impl Place {
+    fn taken(&self) -> PyResult<grpc::Place> {
+        self.place.get()?.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(joined)
     }
 }
 
@@ -225,10 +234,12 @@ impl Session {
                 Some(Refused { verb, url, step, began: began(after_s)? })
             }
         };
-        Err(raise(py.detach(|| match refused {
-            Some(refused) => engine.refuse_listened(&refused, error, timeout),
-            None => engine.refuse(error, timeout),
-        })))
+        interruptible(py, || {
+            Err(match refused {
+                Some(refused) => engine.refuse_listened(&refused, error, timeout),
+                None => engine.refuse(error, timeout),
+            })
+        })
     }
 }
 

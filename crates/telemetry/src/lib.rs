@@ -355,17 +355,9 @@ impl Listening for Operation {
         Told::of(self.rank, &self.running.record).encode()
     }
 
-    fn collected(&self, said: std::result::Result<Vec<Vec<u8>>, Vec<u32>>, told: Vec<(u32, Vec<u8>)>, report: &Report) {
+    fn collected(&self, said: Vec<Option<Vec<u8>>>, missing: Vec<u32>, told: Vec<(u32, Vec<u8>)>, report: &Report) {
         let Some(run) = &self.run else { return };
-        let (ranks, missing): (Vec<Option<Digest>>, _) = match said {
-            Ok(said) => (said.iter().map(|said| Digest::decode(said)).collect(), Vec::new()),
-            // What the others said is lost, but rank 0 has its own.
-            Err(missing) => {
-                let mut ranks = vec![None; self.world as usize];
-                ranks[0] = Some(self.digest(report));
-                (ranks, missing)
-            }
-        };
+        let ranks: Vec<Option<Digest>> = said.iter().map(|said| Digest::decode(said.as_ref()?)).collect();
         self.found(&ranks);
         let others = told.iter().filter_map(|(rank, told)| Told::decode(*rank, told));
         let told = Told::joined(std::iter::once(Told::of(self.rank, &self.running.record)).chain(others));

@@ -115,6 +115,8 @@ impl Collected {
         columns.add("paused_us", 1, &paused)?;
         columns.add("stalled_us", 1, &u32s(|rank| rank.stalled_us))?;
         columns.add("awaited_us", 1, &u32s(|rank| rank.awaited_us))?;
+        columns.add("placed_us", 1, &u64s(|rank| rank.placed_us))?;
+        columns.add("exchanged_us", 1, &u64s(|rank| rank.exchanged_us))?;
         columns.add("held_up_us", 2, &ranks.iter().flat_map(|rank| rank.held_up_us).collect::<Vec<_>>())?;
         columns.add("count", classes, &sums().map(|sum| sum.count).collect::<Vec<_>>())?;
         columns.add("bytes", classes, &sums().map(|sum| sum.bytes).collect::<Vec<_>>())?;
@@ -183,6 +185,8 @@ impl Collected {
         let (paused, _) = columns.get::<u64>("paused_us", rows)?;
         let (stalled, _) = columns.get::<u32>("stalled_us", rows)?;
         let (awaited, _) = columns.get::<u32>("awaited_us", rows)?;
+        let (placed, _) = columns.get::<u64>("placed_us", rows)?;
+        let (exchanged, _) = columns.get::<u64>("exchanged_us", rows)?;
         let (held_up, held_up_width) = columns.get::<u32>("held_up_us", rows)?;
         let sums = sums(&columns, rows)?
             .ok_or_else(|| corrupt("sums: expected one for each kind, found others".to_owned()))?;
@@ -209,6 +213,8 @@ impl Collected {
                 paused_us: paused[rank],
                 stalled_us: stalled[rank],
                 awaited_us: awaited[rank],
+                placed_us: placed[rank],
+                exchanged_us: exchanged[rank],
                 held_up_us: [held_up[2 * rank], held_up[2 * rank + 1]],
                 slowest: text(slowest[rank]),
                 is_page_locked: locked[rank] != 0,
@@ -380,6 +386,8 @@ pub(crate) mod tests {
             paused_us: 20,
             stalled_us: 1_100,
             awaited_us: 70 + rank as u32,
+            placed_us: 60_000 + rank as u64,
+            exchanged_us: 50_000 + rank as u64,
             held_up_us: [rank as u32, 90],
             slowest: "model/a.safetensors".to_owned(),
             is_page_locked: rank != 0,

@@ -94,6 +94,11 @@ pub(crate) enum What {
     PageLock,
     Stalled,
     HeldUp,
+    /// Sum over the threads of a load.
+    Placed,
+    /// Sum over the rounds of a load.
+    Exchanged,
+    Ahead,
     /// An action has failed for that many times, and is tried again after a pause (`took`) or not at all.
     Failed {
         attempt: u16,
@@ -113,6 +118,9 @@ impl What {
             What::PageLock => "page_lock",
             What::Stalled => "stall",
             What::HeldUp => "held_up",
+            What::Placed => "placed",
+            What::Exchanged => "exchanged",
+            What::Ahead => "ahead",
             What::Failed { is_final: false, .. } => "retry",
             What::Failed { is_final: true, .. } => "gave_up",
             What::Outcome => "outcome",
@@ -149,6 +157,8 @@ pub(crate) struct Record {
     paused_ns: AtomicU64,
     stalled_ns: AtomicU64,
     awaited_ns: AtomicU64,
+    placed_ns: AtomicU64,
+    exchanged_ns: AtomicU64,
     /// Longest time in which the process did not run, in microseconds, above 32 bits of its begin.
     held_up: AtomicU64,
     failure: OnceLock<Text<FAILURE_BYTES>>,
@@ -167,6 +177,8 @@ impl Record {
             paused_ns: AtomicU64::new(0),
             stalled_ns: AtomicU64::new(0),
             awaited_ns: AtomicU64::new(0),
+            placed_ns: AtomicU64::new(0),
+            exchanged_ns: AtomicU64::new(0),
             held_up: AtomicU64::new(0),
             failure: OnceLock::new(),
         }
@@ -200,6 +212,16 @@ impl Record {
     /// Returns the time that the copy has waited for staging memory.
     pub(crate) fn awaited(&self) -> Duration {
         Duration::from_nanos(self.awaited_ns.load(Relaxed))
+    }
+
+    /// Returns the time that threads were busy verifying and copying what a load got, all of them together.
+    pub(crate) fn placed(&self) -> Duration {
+        Duration::from_nanos(self.placed_ns.load(Relaxed))
+    }
+
+    /// Returns the time that this rank has waited for messages of ranks that read for it.
+    pub(crate) fn exchanged(&self) -> Duration {
+        Duration::from_nanos(self.exchanged_ns.load(Relaxed))
     }
 
     /// Returns begin and duration of the longest time in which the process did not run, in microseconds.
@@ -245,13 +267,16 @@ impl Record {
             is_missing: false,
         };
         let now = || self.began.elapsed();
+        let more = |sum: &AtomicU64, took: Duration| {
+            sum.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
+        };
         self.add(match *event {
             Event::Expects { .. } | Event::Copied { .. } => return,
-            // Summed alone: a save of a large state waits thousands of times.
-            Event::AwaitedMemory { took } => {
-                self.awaited_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
-                return;
-            }
+            // Summed alone: there are thousands of these for a large state.
+            Event::AwaitedMemory { took } => return more(&self.awaited_ns, took),
+            Event::Placed { took } => return more(&self.placed_ns, took),
+            Event::Exchanged { took } => return more(&self.exchanged_ns, took),
+            Event::Ahead { before, bytes } => Entry { took: before, bytes, ..moment(What::Ahead, Duration::ZERO) },
             Event::HeldUp { after, took } => {
                 let us = |time: Duration| u64::from(u32::try_from(time.as_micros()).unwrap_or(u32::MAX));
                 self.held_up.fetch_max(us(took) << 32 | us(after), Relaxed);
@@ -260,7 +285,7 @@ impl Record {
             Event::Ended { phase, after } => moment(What::Phase(phase), after),
             Event::GaveUp { phase, after } => Entry { has_failed: true, ..moment(What::Phase(phase), after) },
             Event::Stalled { took } => {
-                self.stalled_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
+                more(&self.stalled_ns, took);
                 Entry { took, ..moment(What::Stalled, now().saturating_sub(took)) }
             }
             Event::Wrote { bytes } => Entry { bytes, ..moment(What::Wrote, now()) },
@@ -277,12 +302,17 @@ impl Record {
                     self.throttled.fetch_add(1, Relaxed);
                 }
                 let took = pause.unwrap_or_default();
-                self.paused_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
+                more(&self.paused_ns, took);
                 let attempt = u16::try_from(attempt).unwrap_or(u16::MAX);
                 let what = What::Failed { attempt, is_final: pause.is_none() };
                 Entry { took, object: Text::shortened(&error.message), has_failed: true, ..moment(what, after) }
             }
             Event::Outcome { failure, after, .. } => {
+                for (what, took) in [(What::Placed, self.placed()), (What::Exchanged, self.exchanged())] {
+                    if !took.is_zero() {
+                        self.add(Entry { took, ..moment(what, Duration::ZERO) });
+                    }
+                }
                 if let Some(error) = failure {
                     let _ = self.failure.set(Text::shortened(&error.message));
                 }

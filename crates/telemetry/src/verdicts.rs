@@ -61,7 +61,7 @@ pub struct Verdict {
     /// Phase in which the time was lost.
     pub phase: &'static str,
     /// Cause: `failed`, `missing`, `called_late`, `state`, `more_data`, `throttled`, `retries`, `storage`,
-    /// `small_objects`, `serial_tail`, `staging_memory`, `held_up`.
+    /// `processor`, `peers`, `small_objects`, `serial_tail`, `staging_memory`, `held_up`.
     pub cause: &'static str,
     /// Time that was lost, in milliseconds.
     pub lost_ms: f64,
@@ -361,6 +361,19 @@ fn cause(collected: &Collected, said: &Digest, phase: &str, lost_ms: f64) -> (&'
                 said_bytes(median_rate)
             ),
         );
+    }
+    if phase == "read" {
+        let ms = |of: fn(&Digest) -> u64| move |said: &Digest| of(said) as f64 / 1e3;
+        let (placed, waited) = (ms(|said| said.placed_us), ms(|said| said.exchanged_us));
+        let (own, median_ms) = (placed(said), median(collected.said().map(placed)));
+        if own - median_ms > 0.5 * lost_ms && own > FACTOR * median_ms {
+            let (own, usual) = (said_ms(own), said_ms(median_ms));
+            let text = format!("its threads took {own} to verify and copy the bytes, those of the median rank {usual}");
+            return ("processor", text);
+        }
+        if waited(said) > 0.5 * lost_ms {
+            return ("peers", format!("it waited {} for ranks that read for it", said_ms(waited(said))));
+        }
     }
     ("held_up", "its operations at the storage were not slow: the process was stopped, or had no processor".to_owned())
 }

@@ -134,8 +134,8 @@ impl Listening for Ending {
         panic!("the process ends");
     }
 
-    fn collected(&self, said: Result<Vec<Vec<u8>>, Vec<u32>>, told: Vec<(u32, Vec<u8>)>, report: &Report) {
-        self.0.collected(said, told, report);
+    fn collected(&self, said: Vec<Option<Vec<u8>>>, missing: Vec<u32>, told: Vec<(u32, Vec<u8>)>, report: &Report) {
+        self.0.collected(said, missing, told, report);
     }
 }
 
@@ -331,7 +331,7 @@ impl Listening for Counted {
         panic!("nobody was chosen");
     }
 
-    fn collected(&self, _: Result<Vec<Vec<u8>>, Vec<u32>>, _: Vec<(u32, Vec<u8>)>, _: &Report) {
+    fn collected(&self, _: Vec<Option<Vec<u8>>>, _: Vec<u32>, _: Vec<(u32, Vec<u8>)>, _: &Report) {
         panic!("nothing was said");
     }
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::interrupt;
 use crate::timeout::{self, Silence, Timeout};
 
 /// Kind of an error, by the caller's reaction. Codes are only appended; Python has an exception class for each.
@@ -284,7 +285,9 @@ pub(crate) fn retry_until<'a, T>(
     mut act: impl FnMut() -> Result<T>,
 ) -> Result<T> {
     let (patience, mut tries) = (patience.into(), Tries::begin());
+    let given_up = || expect_uninterrupted().err().or_else(&given_up);
     loop {
+        expect_uninterrupted()?;
         if patience.silence.is_some_and(Silence::is_over) {
             let message = format!("no request to the storage succeeded {}", timeout::said(patience.within));
             return Err(Error { is_final: true, ..Error::new(Kind::Unavailable, message) });
@@ -301,6 +304,17 @@ pub(crate) fn retry_until<'a, T>(
             given_up().map_or(Ok(()), Err)?;
             std::thread::sleep(left.min(GLANCE));
         }
+    }
+}
+
+/// Makes sure that the call of this thread is to go on.
+///
+/// # Errors
+/// `Cancelled` if its program was interrupted.
+pub fn expect_uninterrupted() -> Result<()> {
+    match interrupt::is_asked() {
+        false => Ok(()),
+        true => Err(Error::new(Kind::Cancelled, "the program was interrupted")),
     }
 }
 
@@ -383,7 +397,11 @@ impl From<shardfast_store::Error> for Error {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Arc, mpsc};
+    use std::thread;
+
     use super::*;
+    use crate::interrupt::Interrupt;
     use crate::progress::Progress;
 
     fn pauses(wait: Option<Duration>, within: Duration) -> (Vec<Duration>, Error) {
@@ -395,6 +413,27 @@ mod tests {
                 Err(error) => return (pauses, error),
             }
         }
+    }
+
+    #[test]
+    fn pauses_between_tries_end_when_the_program_asks() {
+        let interrupt = Arc::new(Interrupt::default());
+        let (tried, tries) = mpsc::channel();
+        let of_call = Some(Arc::clone(&interrupt));
+        let call = || {
+            retry(Duration::from_secs(600), || {
+                tried.send(()).unwrap();
+                let wait = Some(Duration::from_secs(300));
+                Err::<(), _>(Error { wait, ..Error::new(Kind::Unavailable, "away") })
+            })
+        };
+        thread::scope(|scope| {
+            let call = scope.spawn(|| interrupt::within(of_call, call));
+            tries.recv().unwrap();
+            interrupt.ask();
+            assert_eq!(call.join().unwrap().unwrap_err().kind, Kind::Cancelled);
+        });
+        assert_eq!(tries.try_iter().count(), 0);
     }
 
     #[test]

@@ -100,6 +100,23 @@ pub enum Event<'a> {
         /// Number of bytes.
         bytes: u64,
     },
+    /// A thread has verified bytes of a load, read or received, and copied them to their destinations.
+    Placed {
+        /// Time that it was busy.
+        took: Duration,
+    },
+    /// Ranks that read for each other have swapped messages.
+    Exchanged {
+        /// Time that this rank waited for theirs.
+        took: Duration,
+    },
+    /// A save has bytes that were captured in steps before it.
+    Ahead {
+        /// Time from the first of these steps to the request.
+        before: Duration,
+        /// Number of bytes.
+        bytes: u64,
+    },
     /// The program has waited for a save: in its call, or before it could change the state.
     Stalled {
         /// Time that it waited.

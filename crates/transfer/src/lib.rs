@@ -13,6 +13,7 @@ pub mod digest;
 pub mod error;
 pub mod events;
 pub mod host;
+pub mod interrupt;
 pub mod memory;
 pub mod observed;
 pub mod progress;

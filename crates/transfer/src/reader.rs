@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use shardfast_format::{BLOCK_BYTES, DataHeader, Extent, FileEntry, Manifest, crc64, crc64_joined};
 use shardfast_plan::{Limits, Piece, Read};
@@ -16,6 +17,7 @@ use shardfast_store::{Fetch, ObjectReader, ReadNeeds, Store};
 use crate::blocks::Unverified;
 use crate::error::{Error, FirstFailure, Kind, Patience, Result, retry};
 use crate::events::{Event, Observer};
+use crate::interrupt;
 use crate::observed::Observed;
 use crate::provider::Fences;
 use crate::sink::Sink;
@@ -86,7 +88,7 @@ impl Files {
         Files { store, place, manifest, timeout, observed: None, missing, open, order: Mutex::default() }
     }
 
-    /// Notes that bytes of the load are expected or copied, if somebody asks.
+    /// Notes what is done with bytes of the load, if somebody asks.
     pub fn moves(&self, event: &Event<'_>) {
         if let Some(load) = &self.observed {
             load.noted(event);
@@ -151,10 +153,11 @@ impl Files {
     /// absolute.
     pub fn read_blocks(&self, file: u32, ranges: &[Range<u64>], slots: &mut [Slot]) -> Result<Vec<Damage>> {
         let open = self.read_together(file, ranges, slots)?;
-        let mut damaged = Vec::new();
+        let (mut damaged, began) = (Vec::new(), Instant::now());
         for (range, slot) in ranges.iter().zip(slots) {
             damaged.extend(self.check(file, range.clone(), &open, slot, |_| true)?);
         }
+        self.moves(&Event::Placed { took: began.elapsed() });
         Ok(damaged)
     }
 
@@ -411,6 +414,7 @@ pub fn run(
     shared_on_host: bool,
 ) -> Result<u64> {
     let (bytes_read, failure) = (AtomicU64::new(0), FirstFailure::default());
+    let interrupt = interrupt::current();
     let announced = reads.take_while(|_| !failure.is_set()).map(|read| {
         let range = files.range(&read);
         let fetch = files.prefetch(read.file, range.clone(), shared_on_host).unwrap_or_else(|error| {
@@ -422,7 +426,7 @@ pub fn run(
     });
     let work = |batch: Batch| {
         if !failure.is_set() {
-            match run_batch(files, batch, sinks, staging) {
+            match interrupt::within(interrupt.clone(), || run_batch(files, batch, sinks, staging)) {
                 Ok(bytes) => _ = bytes_read.fetch_add(bytes, Ordering::Relaxed),
                 Err(error) => failure.set(error),
             }
@@ -481,9 +485,14 @@ fn run_batch(files: &Files, batch: Batch, sinks: &[&Sink], staging: &Arc<Staging
 /// Processes the bytes of a read from its slot.
 fn take(files: &Files, open: &OpenFile, planned: Planned, mut slot: Slot, sinks: &[&Sink]) -> Result<u64> {
     let Planned { read, range } = planned;
+    let began = Instant::now();
+    let placed = || {
+        files.moves(&Event::Placed { took: began.elapsed() });
+        files.moves(&copied(&read));
+    };
     let bytes = &slot[..(range.end - range.start) as usize];
     if is_host(&read, sinks) && open.place(bytes, range.start, &read.pieces, sinks).is_ok() {
-        files.moves(&copied(&read));
+        placed();
         return Ok(range.end - range.start);
     }
     let is_needed = |block: Range<u64>| {
@@ -503,7 +512,7 @@ fn take(files: &Files, open: &OpenFile, planned: Planned, mut slot: Slot, sinks:
         sink.scatter(&piece.dst_offsets, &piece.lengths, &piece.src_strides, source, &mut fences)?;
     }
     fences.wait()?;
-    files.moves(&copied(&read));
+    placed();
     Ok(range.end - range.start)
 }
 

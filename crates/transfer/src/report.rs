@@ -159,7 +159,13 @@ impl Observer for Recorder {
                 self.bytes.fetch_add(bytes, Relaxed);
             }
             Event::Compared { outcome } => _ = self.replicas.set(outcome),
-            Event::Outcome { .. } | Event::Stalled { .. } | Event::AwaitedMemory { .. } | Event::HeldUp { .. } => {}
+            Event::Outcome { .. }
+            | Event::Stalled { .. }
+            | Event::AwaitedMemory { .. }
+            | Event::Placed { .. }
+            | Event::Exchanged { .. }
+            | Event::Ahead { .. }
+            | Event::HeldUp { .. } => {}
             Event::PageLock { failure } => _ = self.page_lock.set(failure.to_owned()),
             // An answer that something is there, or is not, is no failure of the storage.
             Event::Failed { error, .. } if matches!(error.kind, Kind::Conflict | Kind::NotFound) => {}

@@ -113,6 +113,10 @@ impl ProcessHub {
         linked.above = None;
     }
 
+    pub(super) fn hurry(&self, topic: &str) {
+        self.act(|node, now| ((), node.hurry(topic, now)));
+    }
+
     pub(super) fn absent(&self, topic: &str) -> Absent {
         self.linked().node.absent(topic)
     }

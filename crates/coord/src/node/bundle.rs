@@ -46,6 +46,16 @@ impl Bundle {
         Ok(Bundle { ranks, distinct, which })
     }
 
+    /// Makes a bundle of empty payloads.
+    pub(crate) fn empty(ranks: u32) -> Bundle {
+        Bundle { ranks, distinct: vec![Bytes::new(); ranks.min(1) as usize], which: Vec::new() }
+    }
+
+    /// Cuts each payload behind that many bytes.
+    pub(crate) fn cut(&mut self, bytes: usize) {
+        self.distinct.iter_mut().for_each(|payload| payload.truncate(bytes));
+    }
+
     /// Returns the number of ranks.
     pub fn ranks(&self) -> u32 {
         self.ranks

@@ -10,7 +10,7 @@ use std::time::Duration;
 use prost::bytes::Bytes;
 
 use super::bundle::Bundle;
-use crate::{Error, Failure, SAMPLE_BYTES};
+use crate::{Error, Failure, SHOWN_BYTES};
 
 /// Number of reasons of one round that go to every rank; the others are counted.
 pub const FAILURES_MAX: usize = 64;
@@ -103,9 +103,8 @@ pub struct Report {
     pub missing: Vec<Range<u32>>,
     /// Missing ranks that did not answer a ping, ascending.
     pub silent: Vec<u32>,
-    /// Beginning of the first payload that is not empty, if some ranks have not contributed.
-    pub sample: Bytes,
-    /// Payloads of all ranks; `None` if some failed or are missing, since then nothing is decided.
+    /// Payloads of all ranks; if some are missing, the first [`SHOWN_BYTES`] of each of the others, since then nothing
+    /// is decided; `None` if some failed.
     pub payloads: Option<Bundle>,
 }
 
@@ -196,6 +195,14 @@ impl Report {
         self.missing.is_empty()
     }
 
+    /// Returns the ranks that contributed to a round in which others are missing, with the beginnings of what they
+    /// sent; `first` is the first rank of the subtree. Returns none if some failed.
+    pub(crate) fn came(&self, first: u32) -> Vec<(u32, Vec<u8>)> {
+        let payloads = self.payloads.iter().flat_map(Bundle::payloads);
+        let all = (first..).zip(payloads).filter(|(rank, _)| !self.missing.iter().any(|run| run.contains(rank)));
+        all.map(|(rank, payload)| (rank, payload.to_vec())).collect()
+    }
+
     /// Checks that this can be the report of `subtree`.
     pub(crate) fn check(&self, subtree: &Range<u32>) -> Result<(), String> {
         let within = |ranks: &Range<u32>| subtree.start <= ranks.start && ranks.end <= subtree.end;
@@ -210,19 +217,22 @@ impl Report {
             let at = self.missing.partition_point(|run| run.end <= *rank);
             self.missing.get(at).is_some_and(|run| run.contains(rank))
         };
-        if self.sample.len() > SAMPLE_BYTES {
-            return Err(format!("a sample of {} bytes, the most is {SAMPLE_BYTES}", self.sample.len()));
-        }
         if !self.silent.is_sorted_by(|a, b| a < b) || !self.silent.iter().all(is_missing) {
             return Err(format!("ranks {:?} silent of {:?} missing", self.silent, self.missing));
         }
         if let Some(rank) = self.failures.spelled.keys().find(|rank| !subtree.contains(rank)) {
             return Err(format!("a failure of rank {rank} below {subtree:?}"));
         }
-        let (ranks, is_whole) = (subtree.len(), self.failures.is_empty() && self.missing.is_empty());
+        let (ranks, has_failed) = (subtree.len(), !self.failures.is_empty());
         match &self.payloads {
-            Some(payloads) if payloads.ranks() as usize == ranks && is_whole => Ok(()),
-            None if !is_whole => Ok(()),
+            Some(payloads) if payloads.ranks() as usize == ranks && !has_failed => {
+                let longest = payloads.distinct.iter().map(Bytes::len).max().unwrap_or(0);
+                match self.is_complete() || longest <= SHOWN_BYTES {
+                    true => Ok(()),
+                    false => Err(format!("a beginning of {longest} bytes, the most is {SHOWN_BYTES}")),
+                }
+            }
+            None if has_failed => Ok(()),
             payloads => {
                 let found = payloads.as_ref().map_or(0, Bundle::ranks);
                 Err(format!("{found} payloads of {ranks} ranks"))

@@ -7,11 +7,11 @@ use std::time::Duration;
 use prost::bytes::Bytes;
 
 use super::Contribution;
-use super::bundle::Collector;
+use super::bundle::{Bundle, Collector};
 use super::message::{FAILURES_MAX, Report};
 use super::watch::Wanted;
 use crate::error::NOT_CONTRIBUTED;
-use crate::{Error, PAYLOAD_BYTES_MAX, SAMPLE_BYTES};
+use crate::{Error, PAYLOAD_BYTES_MAX, SAMPLE_BYTES, SHOWN_BYTES};
 
 const TOPIC_BYTES_MAX: usize = 4096;
 const REASON_BYTES_MAX: usize = 16 << 10;
@@ -118,40 +118,38 @@ impl<W> Round<W> {
     /// and whether it is silent.
     pub(super) fn report<'a>(&mut self, rank: u32, children: impl Iterator<Item = (&'a Range<u32>, bool)>) -> Report {
         let mut report = Report::default();
-        let mut payloads = Collector::default();
+        let mut parts = Vec::new();
         match self.own.take() {
-            Some(Ok(payload)) => {
-                report.sample = payload.slice(..payload.len().min(SAMPLE_BYTES));
-                payloads.push(payload);
-            }
+            Some(Ok(payload)) => parts.push(Bundle::new([payload])),
             Some(Err(reason)) => report.failures.add(rank, reason),
-            None => report.add_missing(rank..rank + 1),
+            None => {
+                report.add_missing(rank..rank + 1);
+                parts.push(Bundle::empty(1));
+            }
         }
         for (subtree, is_silent) in children {
             // The entry stays: it shows that the child has reported.
             let Some(child) = self.reports.get_mut(&subtree.start) else {
                 report.add_missing(subtree.clone());
                 report.silent.extend(is_silent.then_some(subtree.start));
+                parts.push(Bundle::empty(subtree.len() as u32));
                 continue;
             };
             let child = std::mem::take(child);
             report.failures.append(child.failures);
             child.missing.into_iter().for_each(|run| report.add_missing(run));
             report.silent.extend(child.silent);
-            let mut sample = child.sample;
-            if let Some(bundle) = child.payloads {
-                sample =
-                    bundle.get(0).map(|payload| payload.slice(..payload.len().min(SAMPLE_BYTES))).unwrap_or_default();
-                payloads.append(&bundle);
-            }
-            if report.sample.is_empty() {
-                report.sample = sample;
-            }
+            parts.extend(child.payloads);
         }
-        let is_whole = report.failures.is_empty() && report.missing.is_empty();
-        report.payloads = is_whole.then(|| payloads.finish());
-        if report.missing.is_empty() {
-            report.sample = Bytes::new();
+        if report.failures.is_empty() {
+            let mut payloads = Collector::default();
+            for mut part in parts {
+                if !report.is_complete() {
+                    part.cut(SHOWN_BYTES);
+                }
+                payloads.append(&part);
+            }
+            report.payloads = Some(payloads.finish());
         }
         report
     }
@@ -159,7 +157,8 @@ impl<W> Round<W> {
     /// Returns, at rank 0, every rank's payload, in their order; `None` if some are missing.
     pub(super) fn payloads<'a>(&mut self, mut children: impl Iterator<Item = &'a Range<u32>>) -> Option<Vec<Vec<u8>>> {
         let own = self.own.as_ref()?.as_ref().ok()?;
-        if !children.all(|subtree| self.reports.get(&subtree.start).is_some_and(|report| report.payloads.is_some())) {
+        let is_whole = |report: &Report| report.payloads.is_some() && report.is_complete();
+        if !children.all(|subtree| self.reports.get(&subtree.start).is_some_and(is_whole)) {
             return None;
         }
         let bundles = self.reports.values().filter_map(|report| report.payloads.as_ref());
@@ -174,7 +173,7 @@ impl<W> Round<W> {
 /// Returns the error of a round that ends without a decision. Failures that ranks contributed come first; a lost rank
 /// and missing ranks are added to them.
 pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option<(u32, &str)>) -> Error {
-    let Report { mut failures, missing, silent, sample, .. } = report;
+    let Report { mut failures, missing, silent, payloads } = report;
     match lost {
         Some((rank, cause)) if failures.is_empty() => Error::Lost { rank, cause: cause.to_owned() },
         Some((rank, cause)) => {
@@ -185,7 +184,9 @@ pub(super) fn failed(topic: &str, report: Report, waited: Duration, lost: Option
         }
         None if failures.is_empty() => {
             let ranks = missing.into_iter().flatten().collect();
-            Error::Missing { topic: topic.to_owned(), ranks, silent, waited, sample: sample.to_vec() }
+            let first = payloads.iter().flat_map(Bundle::payloads).find(|payload| !payload.is_empty());
+            let sample = first.map(|payload| payload[..payload.len().min(SAMPLE_BYTES)].to_vec()).unwrap_or_default();
+            Error::Missing { topic: topic.to_owned(), ranks, silent, waited, sample }
         }
         None => {
             let mut absent = missing.into_iter().flatten();

@@ -72,6 +72,12 @@ impl World {
                     assert!(self.decisions.insert((topic, round)), "decided twice");
                     self.deciding.insert(topic);
                 }
+                Effect::Reply(call, Reply::Failed(error, came)) => {
+                    let (caller, _, round) = call;
+                    assert_eq!(caller, 0);
+                    assert!(came.iter().all(|(rank, bytes)| *bytes == part(*rank, round)), "{came:?}");
+                    self.tell(call, Err(error));
+                }
                 Effect::Reply(call, Reply::Answer(answer)) => self.tell(call, answer),
             }
         }
@@ -93,6 +99,7 @@ impl World {
             12 => self.decide(which),
             13 if which % 64 == 0 && self.crashed.len() < 2 => self.crash((which / 64) as u32 % world),
             14 if which % 2 == 0 => self.pass(SECOND * (which / 2 % 4) as u32 / 2),
+            15 if which % 32 == 0 => self.hurry(which as u32 / 32 % world, which / 1024 % TOPICS.len()),
             _ => self.tick(which as u32 % world),
         }
     }
@@ -169,6 +176,13 @@ impl World {
 
     fn pass(&mut self, time: Duration) {
         self.now += time;
+    }
+
+    fn hurry(&mut self, rank: u32, topic: usize) {
+        if let Some(node) = &mut self.nodes[rank as usize] {
+            let effects = node.hurry(TOPICS[topic], self.now);
+            self.perform(rank, effects);
+        }
     }
 
     fn tick(&mut self, rank: u32) {

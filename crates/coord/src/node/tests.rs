@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::*;
 use crate::wire::Encoded;
-use crate::{Failure, SAMPLE_BYTES};
+use crate::{Failure, SAMPLE_BYTES, SHOWN_BYTES};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -33,6 +33,8 @@ struct Tree {
     silent: Vec<u32>,
     held: Vec<(u32, Effect<u32>)>,
     now: Duration,
+    /// Contributions that rank 0 got of the last round with missing ranks.
+    shown: Vec<(u32, Vec<u8>)>,
     /// Messages that each rank took from below, and from above.
     taken: Vec<(Taken, Taken)>,
 }
@@ -47,6 +49,7 @@ impl Tree {
             silent: Vec::new(),
             held: Vec::new(),
             now: Duration::ZERO,
+            shown: Vec::new(),
             taken: vec![Default::default(); world as usize],
         }
     }
@@ -77,6 +80,12 @@ impl Tree {
             }
             let (node, now) = (&mut self.nodes[to as usize], self.now);
             let effects = match effect {
+                Effect::Reply(waiter, Reply::Failed(error, came)) => {
+                    assert_eq!(waiter, 0);
+                    self.shown = came;
+                    replies.push((waiter, Reply::Answer(Err(error))));
+                    continue;
+                }
                 Effect::Reply(waiter, reply) => {
                     replies.push((waiter, reply));
                     continue;
@@ -259,6 +268,8 @@ fn a_round_of_some_ranks_only_expires_and_late_ranks_get_the_same_error() {
             let replies = tree.pass(Duration::from_nanos(1));
             let missing = missing(late.clone(), vec![], LONG, lowest(&here));
             assert_eq!(same_error(&replies, here.clone()), missing);
+            let shown = if here.contains(&0) { here.iter().map(|&rank| (rank, bytes(rank))).collect() } else { vec![] };
+            assert_eq!(std::mem::take(&mut tree.shown), shown);
 
             // Who was there may try again before the others have come to the first try at all.
             let again = here[0];
@@ -274,6 +285,39 @@ fn a_round_of_some_ranks_only_expires_and_late_ranks_get_the_same_error() {
             assert!(tree.is_quiet());
         }
     }
+}
+
+#[test]
+fn a_call_in_a_hurry_ends_the_round_of_all_ranks() {
+    for (world, local_world, fan_out) in [(2, 1, 32), (7, 1, 2), (7, 3, 4)] {
+        for hasty in 0..world {
+            let late = (hasty + 1) % world;
+            let mut tree = Tree::new(world, local_world, fan_out);
+            let here: Vec<u32> = tree.ranks().filter(|rank| *rank != late).collect();
+            for &rank in &here {
+                let part = Ok(vec![rank as u8; SHOWN_BYTES + 1]);
+                assert_eq!(tree.contribute(rank, "plan", part, LONG), vec![]);
+            }
+            assert_eq!(tree.act(hasty, |node, now| node.hurry("another", now)), vec![]);
+            let mut replies = tree.act(hasty, |node, now| node.hurry("plan", now));
+            replies.extend(tree.pass(CLOSING * 8));
+            let error = same_error(&replies, here.clone());
+            assert!(matches!(&error, Error::Missing { ranks, .. } if *ranks == [late]), "{error:?}");
+            let shown = here.iter().map(|&rank| (rank, vec![rank as u8; SHOWN_BYTES]));
+            assert!(if late == 0 { tree.shown.is_empty() } else { shown.eq(tree.shown.iter().cloned()) });
+            assert_eq!(tree.act(hasty, |node, now| node.hurry("plan", now)), vec![]);
+        }
+    }
+}
+
+#[test]
+fn a_call_in_a_hurry_does_not_wait_for_a_silent_rank() {
+    let mut tree = Tree::new(3, 1, 2);
+    tree.come(1, "plan");
+    tree.silent.push(0);
+    assert_eq!(tree.act(1, |node, now| node.hurry("plan", now)), vec![]);
+    let replies = tree.pass(GRACE);
+    assert!(matches!(&replies[..], [(1, Reply::Answer(Err(Error::Unavailable(_))))]), "{replies:?}");
 }
 
 #[test]
@@ -744,7 +788,14 @@ fn messages_that_cannot_be_meant_cost_the_sender_its_place() {
         (Report { payloads: payloads(2), ..whole.clone() }, "2 payloads of 3 ranks"),
         (Report { payloads: None, ..whole.clone() }, "0 payloads of 3 ranks"),
         (Report { failures: stranger, ..Report::default() }, "a failure of rank 5 below 1..4"),
-        (Report { missing: runs(&[(1, 2)]), ..whole.clone() }, "3 payloads of 3 ranks"),
+        (
+            Report {
+                missing: runs(&[(1, 2)]),
+                payloads: Some(Bundle::new(vec![vec![0; 513].into(); 3])),
+                ..whole.clone()
+            },
+            "a beginning of 513 bytes, the most is 512",
+        ),
         (Report { missing: runs(&[(3, 5)]), ..Report::default() }, "ranks 3..5 missing below 1..4"),
         (Report { missing: runs(&[(1, 3), (2, 4)]), ..Report::default() }, "ranks 2..4 missing below 1..4"),
         (Report { missing: runs(&[(3, 3)]), ..Report::default() }, "ranks 3..3 missing below 1..4"),

@@ -16,6 +16,7 @@ use std::iter::Peekable;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::Manifest;
@@ -23,6 +24,7 @@ use shardfast_plan::{Chunk, Piece, Sharing};
 use shardfast_transfer::error::{Error, Kind, Result};
 use shardfast_transfer::events::Event;
 use shardfast_transfer::host::{pack, row_major_strides};
+use shardfast_transfer::interrupt;
 use shardfast_transfer::provider::Fences;
 use shardfast_transfer::reader::{Files, Span};
 use shardfast_transfer::sink::Sink;
@@ -147,12 +149,15 @@ impl Shared<'_> {
     pub(crate) fn run(&self, carrier: Box<dyn Carrier + '_>) -> Result<(Ended, Traffic)> {
         let counters = Counters::default();
         let queue = Queue::default();
-        let work = |work: Work| match work {
-            Work::Read(round, request) => self.read(round, request, &counters),
-            Work::Place(round, segment) => self.place(round, &segment, &counters),
+        let interrupt = interrupt::current();
+        let work = |work: Work| {
+            interrupt::within(interrupt.clone(), || match work {
+                Work::Read(round, request) => self.read(round, request, &counters),
+                Work::Place(round, segment) => self.place(round, &segment, &counters),
+            })
         };
         let ended = std::thread::scope(|scope| {
-            let swap = Swap::start(scope, carrier);
+            let swap = Swap::start(scope, carrier, |took| self.files.moves(&Event::Exchanged { took }));
             let mut course = Course::new(self, Pool::new(scope, &queue, &work), &counters);
             let outcome = course.rounds(&swap);
             if !matches!(outcome, Ok(Ended::Done)) {
@@ -210,6 +215,7 @@ impl Shared<'_> {
             let at = (piece.src - start) as usize;
             &memory[at..at + piece.span_bytes as usize]
         };
+        let began = Instant::now();
         // Waits before the memory is used again, also after an error.
         let mut fences = Fences::default();
         for piece in self.sharing.own_pieces(chunk.file, chunk.range.clone()) {
@@ -221,6 +227,7 @@ impl Shared<'_> {
         }
         let packed = self.packed(&chunk, others, slot, source);
         fences.wait()?;
+        self.files.moves(&Event::Placed { took: began.elapsed() });
         Ok(packed)
     }
 
@@ -268,6 +275,7 @@ impl Shared<'_> {
     /// Copies the verified bytes of a segment to their destinations.
     fn place(&self, round: u64, segment: &Segment, counters: &Counters) -> Result<Worked> {
         let Segment { from, file, chunk, body } = segment;
+        let began = Instant::now();
         let failed = |what: String| {
             let (place, leaves) = (self.files.place(), self.files.leaves_in(*file, chunk));
             let path = &self.manifest.files()[*file as usize].path;
@@ -305,6 +313,7 @@ impl Shared<'_> {
             at += source.len();
         }
         fences.wait()?;
+        self.files.moves(&Event::Placed { took: began.elapsed() });
         counters.arrived.fetch_add(expected, Ordering::Relaxed);
         Ok(Worked::Placed { round, returned })
     }

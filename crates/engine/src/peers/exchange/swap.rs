@@ -1,6 +1,7 @@
 //! The thread that swaps the rounds' messages while others read.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use shardfast_transfer::error::{Error, Result};
 
@@ -16,16 +17,20 @@ pub(super) struct Swap {
 }
 
 impl Swap {
-    /// Starts the thread, which ends with this.
+    /// Starts the thread, which ends with this, and calls `swapped` with the time that each swap took.
     pub(super) fn start<'scope>(
         scope: &'scope std::thread::Scope<'scope, '_>,
         mut carrier: Box<dyn Carrier + 'scope>,
+        swapped: impl Fn(Duration) + Send + 'scope,
     ) -> Swap {
         let (to_carrier, messages) = crossbeam_channel::bounded::<BTreeMap<u32, Message>>(0);
         let (answers, from_carrier) = crossbeam_channel::bounded(0);
         scope.spawn(move || {
             for messages in messages {
-                if answers.send(carrier.swap(messages)).is_err() {
+                let began = Instant::now();
+                let answer = carrier.swap(messages);
+                swapped(began.elapsed());
+                if answers.send(answer).is_err() {
                     return;
                 }
             }

@@ -49,7 +49,7 @@ impl RankDisk {
                 body(disk)
             }
             Some(Fate::Sweep) => {
-                sweep(disk, path, (!process.is_deciding()).then_some(process.rank));
+                sweep(&disk.client(), path, (!process.is_deciding()).then_some(process.rank));
                 body(disk)
             }
         }
@@ -198,6 +198,10 @@ impl Disk for RankDisk {
 
     fn stat(&self, path: &Path) -> Sys<Stat> {
         self.call("stat", path, |disk| disk.stat(path))
+    }
+
+    fn look(&self, path: &Path) -> Sys<Stat> {
+        self.call("look", path, |disk| disk.look(path))
     }
 
     fn statvfs(&self, path: &Path) -> Sys<Room> {

@@ -407,6 +407,7 @@ impl<'a> Meeting<'a> {
                 Effect::Up(message) => self.send(rank, |message| Event::Up { child: rank, message }, message),
                 Effect::Down(child, message) => self.send(child, |message| Event::Down { child, message }, message),
                 Effect::Reply(call, Reply::Answer(answer)) => self.answer(call, answer),
+                Effect::Reply(call, Reply::Failed(error, _)) => self.answer(call, Err(error)),
                 Effect::Reply(call, Reply::Decide(parts)) => {
                     let topic = self.past.calls[call].topic.clone();
                     self.past.complete.insert(topic, self.now);

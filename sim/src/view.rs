@@ -23,7 +23,7 @@ impl RankStorage {
     /// Its view for the rank of that process.
     pub(crate) fn of(storage: &Storage, process: &Arc<Process>) -> RankStorage {
         match storage {
-            Storage::Disk(disk) => RankStorage::Disk(RankDisk { disk: disk.clone(), process: Arc::clone(process) }),
+            Storage::Disk(disk) => RankStorage::Disk(RankDisk { disk: disk.client(), process: Arc::clone(process) }),
             Storage::Objects(service) => RankStorage::Objects(objects::seen_by(process, service)),
         }
     }

@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFlags};
+use rustix::fs::{self, AtFlags, FallocateFlags, FileType, Mode, OFlags, RenameFlags, StatxFlags};
 use rustix::io::ReadWriteFlags;
 
 use crate::cachestat;
@@ -103,8 +103,14 @@ pub trait Disk: Send + Sync + 'static {
     fn rmdir(&self, path: &Path) -> Sys<()>;
     /// Lists a directory without `.` and `..`, in any order; links are not followed.
     fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>>;
-    /// Returns the attributes of a path's target; links are followed.
+    /// Returns the attributes of a path's target; links are followed. A client of a network file system may answer from
+    /// its cache.
     fn stat(&self, path: &Path) -> Sys<Stat>;
+    /// Returns the attributes like [`stat`](Disk::stat), as the file system's server has them now. A client that finds a
+    /// directory changed then forgets what it remembers of the names in it; on the way to the path it believes them.
+    fn look(&self, path: &Path) -> Sys<Stat> {
+        self.stat(path)
+    }
     /// Returns the free space of a path's file system; fails for one that counts no space.
     fn statvfs(&self, _path: &Path) -> Sys<Room> {
         Err(Errno::NOSYS)
@@ -240,6 +246,15 @@ impl Disk for RealDisk {
         fs::stat(path).map(of_stat)
     }
 
+    fn look(&self, path: &Path) -> Sys<Stat> {
+        match fs::statx(fs::CWD, path, AtFlags::STATX_FORCE_SYNC, StatxFlags::BASIC_STATS) {
+            Ok(found) => Ok(of_statx(&found)),
+            // An old kernel, or a sandbox that does not know the call.
+            Err(Errno::NOSYS | Errno::PERM) => self.stat(path),
+            Err(errno) => Err(errno),
+        }
+    }
+
     fn statvfs(&self, path: &Path) -> Sys<Room> {
         let found = fs::statvfs(path)?;
         if found.f_blocks == 0 {
@@ -255,6 +270,16 @@ fn kind_of(file_type: FileType) -> FileKind {
         FileType::RegularFile => FileKind::File,
         FileType::Directory => FileKind::Dir,
         _ => FileKind::Other,
+    }
+}
+
+fn of_statx(found: &fs::Statx) -> Stat {
+    let since = Duration::new(u64::try_from(found.stx_mtime.tv_sec).unwrap_or(0), found.stx_mtime.tv_nsec);
+    Stat {
+        kind: kind_of(FileType::from_raw_mode(found.stx_mode.into())),
+        bytes: found.stx_size,
+        identity: (fs::makedev(found.stx_dev_major, found.stx_dev_minor), found.stx_ino),
+        modified: UNIX_EPOCH + since,
     }
 }
 

@@ -37,6 +37,7 @@ mod reader;
 mod writer;
 
 use std::collections::{BTreeSet, HashSet};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -176,6 +177,25 @@ impl<D: Disk> LocalStore<D> {
         Ok(self.root.join(name))
     }
 
+    /// Makes a call by a path. If the path is missing, the call is made again after the file system was asked whether it
+    /// is: a client of a network file system remembers for a while that a name was absent.
+    fn of_now<T>(&self, path: &Path, call: impl Fn(&D) -> Sys<T>) -> Sys<T> {
+        match uninterrupted(|| call(&self.disk)) {
+            Err(Errno::NOENT) if path.parent().is_some_and(|dir| self.looks(dir)) => uninterrupted(|| call(&self.disk)),
+            done => done,
+        }
+    }
+
+    /// Asks the file system for a directory as it is now, and for those above it if that is missing; returns whether it
+    /// is there.
+    fn looks(&self, dir: &Path) -> bool {
+        let look = || uninterrupted(|| self.disk.look(dir));
+        match look() {
+            Err(Errno::NOENT) => dir.parent().is_some_and(|above| self.looks(above)) && look().is_ok(),
+            looked => looked.is_ok(),
+        }
+    }
+
     fn call<T>(&self, op: &'static str, path: &Path, f: impl Fn(&D) -> Sys<T>) -> Result<T> {
         uninterrupted(|| f(&self.disk)).map_err(|errno| of_errno(op, path, errno))
     }
@@ -227,7 +247,7 @@ impl<D: Disk> LocalStore<D> {
     /// Opens a file for reading, and returns its attributes.
     fn open_file(&self, path: &Path) -> Result<(D::File, Stat)> {
         let not_a_file = || Err(failed(Kind::Corrupt, "open", path, "expected a file, found something else"));
-        let file = match uninterrupted(|| self.disk.open_read(path, false)) {
+        let file = match self.of_now(path, |disk| disk.open_read(path, false)) {
             Ok(file) => file,
             // A socket; or a server that cannot be reached.
             Err(Errno::NXIO) if self.disk.stat(path).is_ok_and(|stat| stat.kind == FileKind::Other) => {
@@ -329,6 +349,20 @@ impl<D: Disk> LocalStore<D> {
         Ok(())
     }
 
+    /// Removes a name; one that is absent is fine.
+    fn unlink(&self, path: &Path) -> Result<()> {
+        match self.of_now(path, |disk| disk.unlink(path)) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(errno) => Err(of_errno("delete", path, errno)),
+        }
+    }
+
+    /// Lists a directory as it is now.
+    fn readdir(&self, dir: &Path) -> Result<Vec<(OsString, FileKind)>> {
+        self.looks(dir);
+        self.call("list", dir, |disk| disk.readdir(dir))
+    }
+
     fn fsync_dir(&self, dir: &str) -> Result<()> {
         let path = if dir.is_empty() { self.root.clone() } else { self.root.join(dir) };
         uninterrupted(|| self.disk.fsync_dir(&path)).map_err(|errno| match errno {
@@ -352,7 +386,7 @@ impl<D: Disk> LocalStore<D> {
                 absent_is_fine(self.call("rmdir", &dir, |disk| disk.rmdir(&dir)))?;
                 continue;
             }
-            let Some(entries) = absent_is_fine(self.call("list", &dir, |disk| disk.readdir(&dir)))? else { continue };
+            let Some(entries) = absent_is_fine(self.readdir(&dir))? else { continue };
             to_do.push((dir.clone(), true));
             for (name, kind) in entries {
                 let path = dir.join(name);
@@ -469,7 +503,7 @@ impl<D: Disk> Store for LocalStore<D> {
             let dir = target.parent().unwrap_or(&self.root);
             self.make_dirs(dir)?;
             let linked = dir.join(name::temporary()?);
-            match uninterrupted(|| self.disk.link(&from, &linked)) {
+            match self.of_now(&from, |disk| disk.link(&from, &linked)) {
                 Err(errno @ (Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::MLINK)) => {
                     let message = format!("{}: {errno}", crate::NO_SECOND_NAME);
                     return Err(failed(Kind::Unsupported, "link", &target, message));
@@ -509,13 +543,13 @@ impl<D: Disk> Store for LocalStore<D> {
             name::check_dir("list", &self.url, dir)?;
             let path = if dir.is_empty() { self.root.clone() } else { self.root.join(dir) };
             let mut entries = Vec::new();
-            for (name, kind) in self.call("list", &path, |disk| disk.readdir(&path))? {
+            for (name, kind) in self.readdir(&path)? {
                 let Some(name) = name.to_str().filter(|name| name::flaw(name).is_none()).map(str::to_owned) else {
                     continue;
                 };
                 let entry = path.join(&name);
                 // Removed since, or a link to nothing or to itself: it cannot be opened either.
-                let stat = self.call("list", &entry, |disk| match disk.stat(&entry) {
+                let stat = self.call("list", &entry, |disk| match disk.look(&entry) {
                     Err(Errno::LOOP) => Err(Errno::NOENT),
                     found => found,
                 });
@@ -534,7 +568,7 @@ impl<D: Disk> Store for LocalStore<D> {
     fn delete(&self, name: &str) -> Result<()> {
         self.reports.during(Action::Delete, name, (0, 0), || {
             let path = self.path("delete", name)?;
-            absent_is_fine(self.call("delete", &path, |disk| disk.unlink(&path)))?;
+            self.unlink(&path)?;
             self.sync_removal(name)
         })
     }
@@ -544,13 +578,13 @@ impl<D: Disk> Store for LocalStore<D> {
             let mut changed: BTreeSet<&str> = BTreeSet::new();
             for name in objects {
                 let path = self.path("delete", name)?;
-                absent_is_fine(self.call("delete", &path, |disk| disk.unlink(&path)))?;
+                self.unlink(&path)?;
                 changed.extend(name::parent(name));
             }
             // What is below another one comes first.
             for dir in dirs.iter().collect::<BTreeSet<_>>().into_iter().rev() {
                 let path = self.path("delete", dir)?;
-                match uninterrupted(|| self.disk.rmdir(&path)) {
+                match self.of_now(&path, |disk| disk.rmdir(&path)) {
                     Ok(()) | Err(Errno::NOENT) => {
                         changed.remove(dir);
                         changed.extend(name::parent(dir));
@@ -571,7 +605,7 @@ impl<D: Disk> Store for LocalStore<D> {
         self.reports.during(Action::DeleteTree, dir, (0, 0), || {
             let path = self.path("delete_tree", dir)?;
             // A link to a directory is removed, not followed.
-            match uninterrupted(|| self.disk.unlink(&path)) {
+            match self.of_now(&path, |disk| disk.unlink(&path)) {
                 Err(Errno::ISDIR | Errno::PERM) => self.remove_tree(path)?,
                 Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {}
                 Err(errno) => return Err(of_errno("delete_tree", &path, errno)),

@@ -2,13 +2,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
 use shardfast_store::testing::appended::AppendStore;
 use shardfast_store::testing::conformance;
 use shardfast_store::testing::simdisk::SimDisk;
-use shardfast_store::{Parts, Store, open};
+use shardfast_store::{Kind, Parts, Store, open};
 
 #[test]
 fn local_by_path() {
@@ -45,6 +46,74 @@ fn appended() {
         let joined = open(&format!("memory://appended/{name}")).unwrap();
         Arc::new(AppendStore::new(joined, parts, 4)) as Arc<dyn Store>
     });
+}
+
+/// Tests the local backend through two clients of one network file system, by turns: each remembers what was absent, and
+/// what it found, until it asks anew.
+#[test]
+fn simulated_clients() {
+    for lacks_noreplace in [false, true] {
+        let disk = SimDisk::new();
+        if lacks_noreplace {
+            disk.refuse("rename_noreplace", Errno::INVAL);
+        }
+        let clients = [disk.client(), disk.client()];
+        let turn = AtomicUsize::new(0);
+        conformance::check(|name| {
+            let client = clients[turn.fetch_add(1, Ordering::Relaxed) % 2].clone();
+            Arc::new(LocalStore::on(client, Path::new("/mnt/runs").join(name)).unwrap()) as Arc<dyn Store>
+        });
+    }
+}
+
+/// A client that looked for a name before another one made it finds it, and what is in it.
+#[test]
+fn absent_names_are_asked_for_again() {
+    let disk = SimDisk::new();
+    let [one, other] = [0, 1].map(|_| disk.client());
+    let open = |client: &SimDisk, place: &str| -> Arc<dyn Store> {
+        Arc::new(LocalStore::on(client.clone(), Path::new("/mnt/runs").join(place)).unwrap())
+    };
+    let waiting = open(&other, "step-1");
+    assert!(waiting.size("model/data").is_err() && waiting.list("").is_err());
+    let saver = open(&one, "step-1");
+    conformance::write_object(&*saver, "model/data", &[7; 100]).unwrap();
+    saver.publish("COMMIT", b"done").unwrap();
+    assert_eq!(waiting.size("model/data").unwrap(), 100);
+    assert_eq!(waiting.read("COMMIT", 100).unwrap(), b"done");
+    assert_eq!(waiting.list("").unwrap().len(), 2);
+
+    saver.put("notes", b"1").unwrap();
+    assert_eq!(waiting.list("").unwrap().iter().map(|entry| entry.bytes).sum::<u64>(), 5);
+    saver.put("notes", b"longer").unwrap();
+    assert_eq!(waiting.list("").unwrap().iter().map(|entry| entry.bytes).sum::<u64>(), 10);
+    waiting.delete("model/data").unwrap();
+    assert_eq!(saver.size("model/data").unwrap_err().kind, Kind::NotFound);
+    conformance::write_object(&*saver, "late", &[1]).unwrap();
+    waiting.delete_all(&["late", "COMMIT"], &["model"]).unwrap();
+    assert_eq!(saver.list("").unwrap().len(), 1);
+    waiting.publish("COMMIT", b"other").unwrap();
+    assert_eq!(saver.publish("COMMIT", b"third").unwrap_err().kind, Kind::Conflict);
+}
+
+/// What a client has open when its server forgets it fails by name; what is opened after that does not.
+#[test]
+fn stale_files_are_opened_anew() {
+    let disk = SimDisk::new().client();
+    let store: &dyn Store = &LocalStore::on(disk.clone(), "/mnt/run".into()).unwrap();
+    conformance::write_object(store, "whole", &[7; 5000]).unwrap();
+    let reader = store.open("whole").unwrap();
+    let mut writer = store.create("begun", 5000).unwrap();
+    disk.expire();
+    let read = reader.read_at(0, &mut [0; 10]).unwrap_err();
+    let finished = writer.finish().unwrap_err();
+    drop(writer);
+    assert_eq!([read.kind, finished.kind], [Kind::Unavailable; 2]);
+    assert!(finished.to_string().contains("/mnt/run/begun"), "{finished}");
+    assert_eq!(store.read("whole", 5000).unwrap(), [7; 5000]);
+    store.put("notes", b"after").unwrap();
+    store.publish("COMMIT", b"done").unwrap();
+    assert_eq!(store.list("").unwrap().len(), 3, "what was begun did not stay");
 }
 
 /// Tests the local backend on file systems that lack one feature or another.

@@ -11,11 +11,14 @@
 //!   of a directory does so with its entries where [`Fault::Forget`] says so.
 //! - `O_DIRECT` wants address, offset and length in multiples of 4096, and does not make anything durable.
 //! - A file is at most 1 GiB long.
+//! - [`SimDisk::client`] is the same disk on another machine, which remembers absent names, attributes and lists until it
+//!   asks for them anew, and whose open files can become stale.
 //!
 //! [`SimDisk::crash`] returns the disk that the next process finds. Every system call is logged and numbered from 0;
 //! [`SimDisk::inject`] makes one of them fail, [`SimDisk::refuse`] all of one name. Clones are the same disk.
 
 mod chance;
+mod client;
 mod ring;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,6 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use chance::Chance;
+use client::Client;
 pub use ring::SimRing;
 
 use crate::Mapping;
@@ -38,7 +42,11 @@ const DEAD: Errno = Errno::ROFS;
 
 /// A simulated disk; clones are handles on the same one.
 #[derive(Clone, Default)]
-pub struct SimDisk(Arc<Mutex<State>>);
+pub struct SimDisk {
+    state: Arc<Mutex<State>>,
+    /// What this handle's client remembers; `None` for a local disk.
+    client: Option<Arc<Mutex<Client>>>,
+}
 
 /// Failure of one system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +85,7 @@ pub struct SimFile {
     inode: usize,
     path: PathBuf,
     direct: bool,
+    generation: u64,
 }
 
 struct State {
@@ -176,12 +185,8 @@ impl SimDisk {
             }
         };
         let inodes = (0..).zip(&state.inodes).map(settle).collect();
-        SimDisk(Arc::new(Mutex::new(State {
-            inodes,
-            clock: state.clock,
-            times: state.times.clone(),
-            ..State::default()
-        })))
+        let (clock, times) = (state.clock, state.times.clone());
+        SimDisk { state: Arc::new(Mutex::new(State { inodes, clock, times, ..State::default() })), client: None }
     }
 
     /// Advances the disk's clock.
@@ -190,7 +195,7 @@ impl SimDisk {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Logs a call and performs it, or not. `skipped` is the result if the call has no effect and reports success.
@@ -235,6 +240,25 @@ impl SimDisk {
             (Some(Fault::Short), _) => body(&mut state, true),
             (Some(Fault::Skip | Fault::Again(..) | Fault::Forget(_)) | None, _) => body(&mut state, false),
         }
+    }
+}
+
+impl SimDisk {
+    /// Performs a call on an open file.
+    fn call_on<T>(
+        &self,
+        file: &SimFile,
+        name: &'static str,
+        skipped: Option<T>,
+        body: impl FnOnce(&mut State, bool) -> Sys<T>,
+    ) -> Sys<T> {
+        let is_stale = file.generation != self.generation();
+        self.call(
+            name,
+            &file.path,
+            skipped,
+            |state, short| if is_stale { Err(Errno::STALE) } else { body(state, short) },
+        )
     }
 }
 
@@ -438,21 +462,26 @@ impl Disk for SimDisk {
     type Ring = SimRing;
 
     fn mkdir(&self, path: &Path) -> Sys<()> {
-        self.call("mkdir", path, Some(()), |state, _| state.add(path, Inode::Dir(Dir::default())).map(drop))
+        let make =
+            || self.call("mkdir", path, Some(()), |state, _| state.add(path, Inode::Dir(Dir::default())).map(drop));
+        self.changing(path, make)
     }
 
     fn create_new(&self, path: &Path, direct: bool) -> Sys<SimFile> {
         let name = if direct { "create_new_direct" } else { "create_new" };
-        self.call(name, path, None, |state, _| {
+        let generation = self.generation();
+        let create = |state: &mut State, _| {
             let inode = state.add(path, Inode::File(File::default()))?;
-            Ok(SimFile { inode, path: path.to_owned(), direct })
-        })
+            Ok(SimFile { inode, path: path.to_owned(), direct, generation })
+        };
+        self.changing(path, || self.call(name, path, None, create))
     }
 
     fn open_read(&self, path: &Path, direct: bool) -> Sys<SimFile> {
-        self.call("open_read", path, None, |state, _| {
-            Ok(SimFile { inode: state.find(path)?, path: path.to_owned(), direct })
-        })
+        let generation = self.generation();
+        let open =
+            |state: &mut State, _| Ok(SimFile { inode: state.find(path)?, path: path.to_owned(), direct, generation });
+        self.by_path(path, || self.call("open_read", path, None, open))
     }
 
     fn ring(&self, depth: u32) -> Sys<SimRing> {
@@ -464,7 +493,7 @@ impl Disk for SimDisk {
 
     fn pwrite(&self, file: &SimFile, bytes: &[u8], offset: u64) -> Sys<usize> {
         let name = if file.direct { "pwrite_direct" } else { "pwrite" };
-        self.call(name, &file.path, Some(bytes.len()), |state, short| {
+        self.call_on(file, name, Some(bytes.len()), |state, short| {
             let offset = bounded(offset.saturating_add(bytes.len() as u64))? - bytes.len();
             let places = [bytes.as_ptr().addr(), offset, bytes.len()];
             if file.direct && !places.iter().all(|n| n.is_multiple_of(DIRECT_ALIGNMENT)) {
@@ -478,7 +507,7 @@ impl Disk for SimDisk {
 
     fn pread(&self, file: &SimFile, buf: &mut [u8], offset: u64) -> Sys<usize> {
         let name = if file.direct { "pread_direct" } else { "pread" };
-        self.call(name, &file.path, None, |state, short| {
+        self.call_on(file, name, None, |state, short| {
             let places = [buf.as_ptr().addr(), offset as usize, buf.len()];
             if file.direct && !places.iter().all(|n| n.is_multiple_of(DIRECT_ALIGNMENT)) {
                 return Err(Errno::INVAL);
@@ -493,7 +522,7 @@ impl Disk for SimDisk {
     }
 
     fn fallocate(&self, file: &SimFile, bytes: u64) -> Sys<()> {
-        self.call("fallocate", &file.path, Some(()), |state, _| {
+        self.call_on(file, "fallocate", Some(()), |state, _| {
             let file = state.file(file.inode)?;
             let bytes = bounded(bytes)?;
             if bytes > file.cached.len() {
@@ -504,14 +533,14 @@ impl Disk for SimDisk {
     }
 
     fn ftruncate(&self, file: &SimFile, bytes: u64) -> Sys<()> {
-        self.call("ftruncate", &file.path, Some(()), |state, _| {
+        self.call_on(file, "ftruncate", Some(()), |state, _| {
             state.changed(file.inode)?.resize(bounded(bytes)?);
             Ok(())
         })
     }
 
     fn fdatasync(&self, file: &SimFile) -> Sys<()> {
-        let synced = self.call("fdatasync", &file.path, Some(()), |state, _| {
+        let synced = self.call_on(file, "fdatasync", Some(()), |state, _| {
             state.file(file.inode)?.sync();
             Ok(())
         });
@@ -525,11 +554,11 @@ impl Disk for SimDisk {
     }
 
     fn will_need(&self, file: &SimFile, _offset: u64, _bytes: u64) -> Sys<()> {
-        self.call("will_need", &file.path, Some(()), |_, _| Ok(()))
+        self.call_on(file, "will_need", Some(()), |_, _| Ok(()))
     }
 
     fn dont_need(&self, file: &SimFile, _offset: u64, _bytes: u64) -> Sys<()> {
-        self.call("dont_need", &file.path, Some(()), |_, _| Ok(()))
+        self.call_on(file, "dont_need", Some(()), |_, _| Ok(()))
     }
 
     fn map(&self, _file: &SimFile, _bytes: u64) -> Sys<Mapping> {
@@ -537,59 +566,72 @@ impl Disk for SimDisk {
     }
 
     fn cached_bytes(&self, file: &SimFile, _offset: u64, _bytes: u64) -> Sys<u64> {
-        self.call("cached_bytes", &file.path, None, |_, _| Ok(0))
+        self.call_on(file, "cached_bytes", None, |_, _| Ok(0))
     }
 
     fn reads_at_once(&self, file: &SimFile, _offset: u64) -> Sys<bool> {
-        self.call("reads_at_once", &file.path, None, |_, _| Ok(false))
+        self.call_on(file, "reads_at_once", None, |_, _| Ok(false))
     }
 
     fn fstat(&self, file: &SimFile) -> Sys<Stat> {
-        self.call("fstat", &file.path, None, |state, _| Ok(state.stat(file.inode)))
+        self.call_on(file, "fstat", None, |state, _| Ok(state.stat(file.inode)))
     }
 
     fn fsync_dir(&self, path: &Path) -> Sys<()> {
-        self.call("fsync_dir", path, Some(()), |state, _| {
+        let sync = |state: &mut State, _| {
             let inode = state.find(path)?;
             state.dir(inode)?.sync();
             Ok(())
-        })
+        };
+        self.by_path(path, || self.call("fsync_dir", path, Some(()), sync))
     }
 
     fn link(&self, from: &Path, to: &Path) -> Sys<()> {
-        self.call("link", from, Some(()), |state, _| {
+        let link = |state: &mut State, _| {
             let inode = state.find(from)?;
             let (dir, name, None) = state.locate(to)? else { return Err(Errno::EXIST) };
             state.entry(dir, name, Some(inode))
-        })
+        };
+        self.by_path(from, || self.changing(to, || self.call("link", from, Some(()), link)))
     }
 
     fn rename_noreplace(&self, from: &Path, to: &Path) -> Sys<()> {
-        self.call("rename_noreplace", from, Some(()), |state, _| state.rename(from, to, false))
+        let rename = || self.call("rename_noreplace", from, Some(()), |state, _| state.rename(from, to, false));
+        self.by_path(from, || self.changing(to, || self.changing(from, rename)))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> Sys<()> {
-        self.call("rename", from, Some(()), |state, _| state.rename(from, to, true))
+        let rename = || self.call("rename", from, Some(()), |state, _| state.rename(from, to, true));
+        self.by_path(from, || self.changing(to, || self.changing(from, rename)))
     }
 
     fn unlink(&self, path: &Path) -> Sys<()> {
-        self.call("unlink", path, Some(()), |state, _| state.remove(path, false))
+        let remove = || self.call("unlink", path, Some(()), |state, _| state.remove(path, false));
+        self.by_path(path, || self.changing(path, remove))
     }
 
     fn rmdir(&self, path: &Path) -> Sys<()> {
-        self.call("rmdir", path, Some(()), |state, _| state.remove(path, true))
+        let remove = || self.call("rmdir", path, Some(()), |state, _| state.remove(path, true));
+        self.by_path(path, || self.changing(path, remove))
     }
 
     fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>> {
-        self.call("readdir", path, None, |state, _| {
+        let list = |state: &mut State, _| {
             let inode = state.find(path)?;
             let entries = state.dir(inode)?.cached.clone();
             Ok(entries.into_iter().map(|(name, inode)| (name, state.stat(inode).kind)).collect())
-        })
+        };
+        self.list_by(path, || self.call("readdir", path, None, list))
     }
 
     fn stat(&self, path: &Path) -> Sys<Stat> {
-        self.call("stat", path, None, |state, _| state.find(path).map(|inode| state.stat(inode)))
+        let stat = |state: &mut State, _| state.find(path).map(|inode| state.stat(inode));
+        self.stat_by(path, || self.call("stat", path, None, stat))
+    }
+
+    fn look(&self, path: &Path) -> Sys<Stat> {
+        let stat = |state: &mut State, _| state.find(path).map(|inode| state.stat(inode));
+        self.look_by(path, || self.call("look", path, None, stat))
     }
 
     /// Returns the space of one more file of any size: only [`SimDisk::refuse`] and [`SimDisk::inject`] fill this disk.

@@ -1,5 +1,6 @@
 """Saves, loads and the command on a real HDFS: a NameNode and three DataNodes."""
 
+import ast
 import json
 import os
 import subprocess
@@ -126,6 +127,64 @@ def test_a_mount_table_leads_to_the_same_files(hdfs, tmp_path):
     )
     assert (done.returncode, done.stdout) == (0, "1 []\n"), done.stderr
     assert "big" in [path.name for path in files_of(hdfs, "mounted")]
+
+
+ELSEWHERE = """
+import os, sys, torch, shardfast as sf
+url, count = sys.argv[1], int(sys.argv[2])
+def connections():
+    with open("/proc/self/net/tcp") as lines:
+        inodes = {line.split()[9] for line in lines if line.split()[3] == "01"}
+    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit() and
+             os.path.exists(f"/proc/self/fd/{fd}")]
+    return sum(link.removeprefix("socket:[").rstrip("]") in inodes for link in links)
+failures, used = [], []
+for number in range(count):
+    pending = sf.save_async(f"{url}/{number}", {"model": {"w": torch.ones(10_000_000)}, "extra": {"x": number}})
+    pending.committed()
+    failures += pending.report["failures"]
+    used.append(connections())
+state = {"extra": {"x": 0}}
+sf.load(f"{url}/{count - 1}", state, strict=False)
+print([state["extra"]["x"], used[0], used[-1], *failures])
+"""
+
+
+def elsewhere(url, count, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, url, str(count)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+def test_saves_keep_no_connection_of_their_own(hdfs):
+    loaded, first, last, *failures = elsewhere(hdfs.hdfs("connections"), 8)
+    assert (loaded, failures) == (7, []) and last <= first + 2, (first, last)
+
+
+def test_a_report_says_why_parts_were_copied(hdfs, tmp_path):
+    for name in ("core-site.xml", "hdfs-site.xml"):
+        (tmp_path / name).write_text((Path(hdfs.environment["HADOOP_CONF_DIR"]) / name).read_text())
+    site = tmp_path / "hdfs-site.xml"
+    off = "<property><name>dfs.webhdfs.enabled</name><value>false</value></property></configuration>"
+    site.write_text(site.read_text().replace("</configuration>", off))
+    loaded, _, _, *failures = elsewhere(hdfs.hdfs("copied"), 1, HADOOP_CONF_DIR=str(tmp_path))
+    assert loaded == 0 and len(failures) == 1 and "WebHDFS is switched off" in failures[0], failures
+
+
+def test_what_is_made_has_the_permissions_of_the_user(hdfs):
+    shell = "org.apache.hadoop.fs.FsShell"
+    hdfs.tool(shell, "-mkdir", f"/{hdfs.bucket}/open")
+    hdfs.tool(shell, "-chmod", "1777", f"/{hdfs.bucket}/open")
+    elsewhere(hdfs.hdfs("open/run"), 1, HADOOP_USER_NAME="bob")
+    listed = hdfs.tool(shell, "-ls", "-R", f"/{hdfs.bucket}/open").splitlines()
+    modes = {line.split()[0] for line in listed if line[:1] in "d-"}
+    assert modes == {"drwxr-xr-x", "-rw-r--r--"}, listed
 
 
 def test_a_forked_child_is_refused(hdfs):

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use serde::Serialize;
 use shardfast_tools::Machine;
-use shardfast_tools::machine::{Directory, Kernel};
+use shardfast_tools::machine::{Claimed, Directory, Kernel, Mount};
 
 use crate::text::{count, plain, plain_lines, size};
 
@@ -59,6 +59,7 @@ pub(crate) struct Report {
 impl Report {
     pub(crate) fn new(machine: &Machine, host: Host) -> Report {
         let mut findings = vec![kernel(machine), io_uring(&machine.kernel), file_system(&machine.directory)];
+        findings.extend(names(&machine.directory));
         findings.extend(direct_io(&machine.directory));
         findings.push(cuda(machine));
         findings.push(memory(machine));
@@ -147,6 +148,22 @@ fn file_system(directory: &Directory) -> Finding {
         (Ok(_), _) => (Status::Ok, "checkpoints can be saved here: a small file was published durably".to_owned()),
     };
     Finding::new("file system", status, found, follows)
+}
+
+/// Returns the finding on names: how one is published, and how long it may be unknown elsewhere; `None` if none can be.
+fn names(directory: &Directory) -> Option<Finding> {
+    let found = match directory.published_by? {
+        Claimed::Rename => "a new one is published by a rename that replaces nothing",
+        Claimed::Link => "a new one is published by a link",
+    };
+    let remembers = directory.mount.as_ref().and_then(Mount::remembers).filter(|time| !time.is_zero());
+    let Some(time) = remembers else {
+        return Some(Finding::new("names", Status::Ok, found, "of two savers of one step one succeeds"));
+    };
+    let found = format!("{found}; a machine may remember names and attributes for {} s", time.as_secs());
+    let follows = "of two savers of one step one succeeds; Shardfast asks the server anew for what it looks for, other \
+                   programs may see a new checkpoint that much later";
+    Some(Finding::new("names", Status::Ok, found, follows))
 }
 
 /// Returns the finding on direct I/O; `None` if nothing can be written at all.
@@ -254,12 +271,14 @@ fn locked_memory(machine: &Machine) -> Finding {
 mod tests {
     use std::path::PathBuf;
 
-    use shardfast_engine::{Error, Kind};
-    use shardfast_tools::machine::Mount;
-
     use super::*;
+    use shardfast_engine::{Error, Kind};
 
     const GIB: u64 = 1 << 30;
+
+    fn mount(kind: &str, options: &str) -> Mount {
+        Mount { file_system: kind.into(), point: PathBuf::from("/"), source: String::new(), options: options.into() }
+    }
 
     fn machine() -> Machine {
         Machine {
@@ -267,9 +286,10 @@ mod tests {
             kernel: Kernel { io_uring: Ok(true), cachestat: Ok(()) },
             directory: Directory {
                 path: "/runs".into(),
-                mount: Some(Mount { file_system: "xfs".into(), point: PathBuf::from("/") }),
+                mount: Some(mount("xfs", "")),
                 free_bytes: Some(5 * GIB),
                 takes_direct: Ok(true),
+                published_by: Some(Claimed::Rename),
             },
             cuda_devices: Ok(8),
             memory_bytes: 64 * GIB,
@@ -322,13 +342,28 @@ mod tests {
         assert_eq!(bad(&with(&|m| m.cuda_devices = no_driver()), None), limited("CUDA driver"));
         assert_eq!(bad(&with(&|m| m.links_max = 0), None), limited("open files"));
         for kind in ["tmpfs", "overlay"] {
-            let mount = || Some(Mount { file_system: kind.into(), point: "/".into() });
-            assert_eq!(bad(&with(&|m| m.directory.mount = mount()), None), limited("file system"));
+            assert_eq!(bad(&with(&|m| m.directory.mount = Some(mount(kind, ""))), None), limited("file system"));
         }
-        let unwritable = with(&|m| m.directory.takes_direct = Err(refused()));
+        let unwritable = with(&|m| {
+            m.directory.takes_direct = Err(refused());
+            m.directory.published_by = None;
+        });
         assert_eq!(bad(&unwritable, None), [("file system".to_owned(), Status::Failed)]);
         assert!(!Report::new(&unwritable, Host::default()).is_usable());
-        assert!(!statuses(&unwritable, Host::default()).iter().any(|(name, _)| name == "direct I/O"));
+        assert!(
+            !statuses(&unwritable, Host::default()).iter().any(|(name, _)| name == "direct I/O" || name == "names")
+        );
+    }
+
+    #[test]
+    fn what_a_network_file_system_remembers_is_told() {
+        let mut remote = machine();
+        remote.directory.mount = Some(mount("nfs4", "rw,acregmax=3,acdirmax=45"));
+        remote.directory.published_by = Some(Claimed::Link);
+        let text = Report::new(&remote, Host::default()).text();
+        let told =
+            "ok       names: a new one is published by a link; a machine may remember names and attributes for 45 s";
+        assert!(text.contains(told), "{text}");
     }
 
     #[test]

@@ -21,9 +21,11 @@ mod rest;
 mod writer;
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 use std::future::Future;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::sleep;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -69,6 +71,11 @@ const DELETES_AT_A_TIME: usize = 16;
 /// Time for a call to the NameNode, or without progress of a read or a write.
 const STILL_MAX: Duration = Duration::from_secs(30);
 
+/// Time for which it is found out whether an object was published, and the pauses between the questions: nobody else can
+/// do that later.
+const SETTLED_WITHIN: Duration = Duration::from_secs(120);
+const SETTLES_EVERY: Duration = Duration::from_secs(2);
+
 /// Settings of the client library in place of its own, which tries for minutes: tries after the first one to find the
 /// active NameNode, and the pauses between them.
 const TRIES: [(&str, &str); 3] = [
@@ -105,7 +112,6 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let network = shared.remote.network(&url.usual())?;
     let root = format!("/{}", encoded(&path));
     let server = format!("{}://{authority}", url.scheme);
-    let rest = Rest::new(network.connector().client(), &configuration, url.scheme, &authority, &root);
     let mut settings: Vec<(String, String)> = TRIES.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
     if url.scheme == "viewfs" {
         let fallback = format!("fs.viewfs.mounttable.{authority}.linkFallback");
@@ -120,15 +126,33 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
             }
         }
     }
-    let client = ClientBuilder::new()
-        .with_url(&server)
-        .with_config(settings)
-        .with_io_runtime(network.handle(&server)?)
-        .build()
-        .map_err(|error| failure::of(&error, Action::Open.word(), url.shown()))?;
+    let user = std::env::var("HADOOP_USER_NAME").ok();
+    if user.as_deref() == Some("") {
+        return Err(invalid("expected a name in HADOOP_USER_NAME, found none: unset it, or name the user".to_owned()));
+    }
+    let key = format!("{server} {settings:?} {user:?} {}", configuration.fingerprint());
+    let known = network.of_hdfs.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+    let Known { client, silence } = match known {
+        Some(known) => known,
+        None => {
+            let client = ClientBuilder::new()
+                .with_url(&server)
+                .with_config(settings)
+                .with_io_runtime(network.handle(&server)?)
+                .build()
+                .map_err(|error| failure::of(&error, Action::Open.word(), url.shown()))?;
+            let known = Known { client, silence: Arc::default() };
+            network.of_hdfs.lock().unwrap_or_else(PoisonError::into_inner).entry(key).or_insert(known).clone()
+        }
+    };
+    let rest = Rest::new(network.connector().client(), &configuration, url.scheme, &authority, &root, silence);
+    let umask = configuration.umask().map_err(invalid)?;
+    options.permission = 0o666 & !umask;
     let (reports, sending) = (shared.reports.clone(), Flow::up_to(WRITES_MAX));
     let root = root.trim_end_matches('/').to_owned();
-    let cluster = Cluster { url: url.usual(), root, client, options, rest, network, reports, sending };
+    let (dir_permission, made) = (0o777 & !umask, Mutex::default());
+    let cluster =
+        Cluster { url: url.usual(), root, client, options, dir_permission, made, rest, network, reports, sending };
     Ok(Arc::new(HdfsStore { cluster: Arc::new(cluster) }))
 }
 
@@ -148,9 +172,27 @@ async fn step<T>(step: impl Future<Output = hdfs_native::Result<T>>) -> hdfs_nat
     timeout(STILL_MAX, step).await.unwrap_or_else(|_| Err(too_late()))
 }
 
+/// Repeats a question for as long as a NameNode may take to come back.
+fn patient<T>(ask: impl Fn() -> Result<T>) -> Result<T> {
+    let until = Instant::now() + SETTLED_WITHIN;
+    loop {
+        match ask() {
+            Err(error) if error.kind == Kind::Unavailable && Instant::now() < until => sleep(SETTLES_EVERY),
+            done => return done,
+        }
+    }
+}
+
 /// A directory of HDFS as a [`Store`].
 struct HdfsStore {
     cluster: Arc<Cluster>,
+}
+
+/// Client of a cluster that the stores of a process share, and since when the cluster's REST interface was silent.
+#[derive(Clone)]
+pub(crate) struct Known {
+    client: Client,
+    silence: Arc<Mutex<Option<Instant>>>,
 }
 
 /// Directory of a store, with its client and network.
@@ -161,6 +203,10 @@ struct Cluster {
     client: Client,
     /// Options of new files: block size and replication.
     options: WriteOptions,
+    /// Permission of new directories.
+    dir_permission: u32,
+    /// Directories that this store has made, or found.
+    made: Mutex<HashSet<String>>,
     rest: Rest,
     network: Arc<Network>,
     reports: Reports,
@@ -247,8 +293,23 @@ impl Cluster {
         self.call(op, name, requests, self.client.delete(path, false)).map(|_| ())
     }
 
+    /// Makes the directory of a path, once for each store: those that the NameNode makes by itself are writable for
+    /// whoever may write above them.
+    fn make_dir(&self, op: Action, name: &str, path: &str) -> Result<()> {
+        let made = || self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        let dir = path.rsplit_once('/').map_or("", |(dir, _)| dir);
+        if dir.is_empty() || made().contains(dir) {
+            return Ok(());
+        }
+        let requests = Requests { puts: 1, ..Requests::default() };
+        self.call(op, name, requests, self.client.mkdirs(dir, self.dir_permission, true))?;
+        made().insert(dir.to_owned());
+        Ok(())
+    }
+
     /// Writes a small file of its own.
     fn write_whole(&self, op: Action, name: &str, path: &str, bytes: &[u8]) -> Result<()> {
+        self.make_dir(op, name, path)?;
         let (length, bytes) = (bytes.len() as u64, vec![Bytes::copy_from_slice(bytes)]);
         let requests = Requests { puts: writer::CALLS, ..Requests::default() };
         self.moved(op, name, 0..length, requests, writer::write_file(&self.client, path, &self.options, false, bytes))
@@ -271,15 +332,11 @@ impl Cluster {
             );
             Error { wait: Some(Duration::ZERO), ..self.fail(Kind::Unavailable, op, name, message) }
         };
-        let was_there =
-            self.call(op, name, requests, self.client.delete(temporary, false)).map_err(|unseen| unsure(&unseen))?;
-        if was_there {
+        let removed = patient(|| self.call(op, name, requests, self.client.delete(temporary, false)));
+        if removed.map_err(|unseen| unsure(&unseen))? {
             return Err(error);
         }
-        match self.status(op, name, path) {
-            Ok(_) => Ok(()),
-            Err(unseen) => Err(unsure(&unseen)),
-        }
+        patient(|| self.status(op, name, path)).map(drop).map_err(|unseen| unsure(&unseen))
     }
 }
 
@@ -309,6 +366,7 @@ impl Store for HdfsStore {
             let message = format!("expected an object of at most {} bytes, found {bytes}", PARTS.object_bytes_max());
             return Err(cluster.fail(Kind::Exhausted, op, name, message));
         }
+        cluster.make_dir(op, name, &path)?;
         let part_bytes = PARTS.of(bytes);
         let options = cluster.options.clone().block_size(cluster.block_size().max(part_bytes));
         let requests = Requests { puts: 1, ..Requests::default() };

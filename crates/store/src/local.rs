@@ -119,6 +119,15 @@ impl Claims {
     }
 }
 
+/// System call that gives a new file its final name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claimed {
+    /// A rename that replaces nothing.
+    Rename,
+    /// A link: a second name of the file, whose first name is removed then.
+    Link,
+}
+
 /// A directory of a file system as a [`Store`].
 pub struct LocalStore<D: Disk = RealDisk> {
     disk: Arc<D>,
@@ -307,25 +316,35 @@ impl<D: Disk> LocalStore<D> {
     }
 
     /// Performs step 5.4: gives the file its final name, unless it is taken.
-    fn claim(&self, file: &LocalWriter<D>, target: &Path) -> Result<()> {
+    fn claim(&self, file: &LocalWriter<D>, target: &Path) -> Result<Claimed> {
+        let mut by = Claimed::Rename;
         let identity = self.call("publish", &file.path, |disk| disk.fstat(&file.file))?.identity;
         let mut claimed = uninterrupted(|| self.disk.rename_noreplace(&file.path, target));
         if let Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) = claimed {
             claimed = uninterrupted(|| self.disk.link(&file.path, target));
+            by = Claimed::Link;
         }
-        let Err(errno) = claimed else { return Ok(()) };
+        let Err(errno) = claimed else { return Ok(by) };
         match uninterrupted(|| self.disk.stat(target)) {
-            Ok(found) if found.identity == identity => Ok(()),
+            Ok(found) if found.identity == identity => Ok(by),
             Ok(_) if errno == Errno::EXIST => Err(failed(Kind::Conflict, "publish", target, "the name is taken")),
             Ok(_) | Err(Errno::NOENT) => match errno {
                 Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::MLINK => {
-                    let message = format!("the file system can neither rename without replacing nor link: {errno}");
-                    Err(failed(Kind::Unsupported, "publish", target, message))
+                    Err(failed(Kind::Unsupported, "publish", target, probe::unclaimable(target)))
                 }
                 _ => Err(of_errno("publish", target, errno)),
             },
             Err(_) => Err(ambiguous(target, errno)),
         }
+    }
+
+    /// Performs step 5: publishes the bytes under a name that must not be taken.
+    fn published(&self, name: &str, target: &Path, bytes: &[u8]) -> Result<Claimed> {
+        let file = self.prepare(name, target, bytes)?;
+        let by = self.claim(&file, target)?;
+        let dir = target.parent().unwrap_or(&self.root);
+        uninterrupted(|| self.disk.fsync_dir(dir)).map_err(|errno| ambiguous(target, errno))?;
+        Ok(by)
     }
 
     /// Performs step 4: syncs directories up to the root, and those above it.
@@ -488,10 +507,7 @@ impl<D: Disk> Store for LocalStore<D> {
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.reports.during(Action::Publish, name, (0, bytes.len()), || {
             let target = self.path("publish", name)?;
-            let file = self.prepare(name, &target, bytes)?;
-            self.claim(&file, &target)?;
-            let dir = target.parent().unwrap_or(&self.root);
-            uninterrupted(|| self.disk.fsync_dir(dir)).map_err(|errno| ambiguous(&target, errno))
+            self.published(name, &target, bytes).map(drop)
         })
     }
 

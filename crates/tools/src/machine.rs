@@ -3,7 +3,7 @@
 use rustix::process::{Resource, getrlimit};
 use shardfast_engine::links_max;
 use shardfast_store::probe;
-pub use shardfast_store::probe::{Directory, Kernel, Mount};
+pub use shardfast_store::probe::{Claimed, Directory, Kernel, Mount};
 use shardfast_transfer::cuda::Devices;
 use shardfast_transfer::error::Result;
 use shardfast_transfer::memory::{limit_bytes, memory_bytes, staging_bytes_default};

@@ -3,6 +3,8 @@
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use shardfast_store::{Action, Kind};
+
 use crate::error::{Error, Failures};
 use crate::events::{Event, Observer, Phase};
 use crate::report::{Moved, Recorder, Report};
@@ -77,6 +79,13 @@ impl Observed {
 impl shardfast_store::Observer for Observed {
     fn stored(&self, event: &shardfast_store::Event<'_>) {
         self.recorder.stored(event);
+        // A store that has another way goes on; reports say why it took that.
+        if let Some(error) =
+            event.failure.filter(|error| error.kind == Kind::Unsupported && event.action == Action::Finish)
+        {
+            let ms = event.began.saturating_duration_since(self.began).as_millis();
+            self.recorder.evaded(format!("{ms} ms: {error}"));
+        }
         if let Some(listener) = self.listener() {
             listener.stored(event);
         }

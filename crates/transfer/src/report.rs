@@ -26,7 +26,8 @@ pub struct Report {
     /// Requests that this rank made, by kind; empty where the storage takes none.
     pub requests: BTreeMap<&'static str, u64>,
     /// Failures of the storage, each with the time since the request, the operation, its object and part, the cause,
-    /// and when it was tried again; all but the first 64 are only counted.
+    /// and when it was tried again; all but the first 64 are only counted. At last why the store went another way, if
+    /// it did.
     pub failures: Vec<String>,
     /// Number of failures beyond those listed.
     pub failures_left_out: u64,
@@ -65,6 +66,7 @@ pub struct Recorder {
     requests: [AtomicU64; REQUESTS.len()],
     failed: AtomicU64,
     failures: [OnceLock<String>; FAILURES_MAX],
+    evaded: OnceLock<String>,
 }
 
 impl Default for Recorder {
@@ -82,6 +84,7 @@ impl Default for Recorder {
             requests: Default::default(),
             failed: AtomicU64::new(0),
             failures: [const { OnceLock::new() }; FAILURES_MAX],
+            evaded: OnceLock::new(),
         }
     }
 }
@@ -102,6 +105,11 @@ impl Recorder {
         (self.failed.load(Relaxed), self.failures.iter().map_while(OnceLock::get).last().cloned())
     }
 
+    /// Notes that the store has taken another way, and why. Only the first text counts: it is no failure.
+    pub(crate) fn evaded(&self, text: String) {
+        let _ = self.evaded.set(text);
+    }
+
     /// Returns the bytes that were moved so far. None is counted beyond those that are expected: the storage may have
     /// got some of them twice.
     pub fn moved(&self) -> Moved {
@@ -116,7 +124,7 @@ impl Recorder {
         let phases = Phase::ALL.into_iter().filter(|&phase| self.has_ended(phase));
         let ms = |phase: Phase| self.phases_ns[phase as usize].load(Relaxed) as f64 / 1e6;
         let counts = REQUESTS.into_iter().zip(self.requests.iter().map(|count| count.load(Relaxed)));
-        let failures: Vec<String> = self.failures.iter().map_while(OnceLock::get).cloned().collect();
+        let failures = self.failures.iter().map_while(OnceLock::get).chain(self.evaded.get()).cloned().collect();
         Report {
             phases_ms: phases.map(|phase| (phase.word(), ms(phase))).collect(),
             bytes_written: self.bytes.load(Relaxed),

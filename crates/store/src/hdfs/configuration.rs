@@ -45,6 +45,9 @@ impl Configuration {
         let (mut name, mut value, mut element) = (String::new(), String::new(), Vec::new());
         loop {
             match reader.read_event().map_err(|error| error.to_string())? {
+                Event::Start(tag) | Event::Empty(tag) if tag.name().as_ref().ends_with(b"include") => {
+                    return Err("expected the settings themselves, found xi:include, which is not followed".to_owned());
+                }
                 Event::Start(start) => {
                     element = start.name().as_ref().to_vec();
                     if element == b"property" {
@@ -79,6 +82,43 @@ impl Configuration {
         let power = text.chars().last().and_then(|last| "kmgtpe".find(last)).map(|at| 10 * (at as u32 + 1));
         let digits = if power.is_some() { &text[..text.len() - 1] } else { &text };
         digits.trim().parse::<u64>().ok()?.checked_mul(1 << power.unwrap_or(0))
+    }
+
+    /// Returns all settings as one text.
+    pub(super) fn fingerprint(&self) -> String {
+        let mut all: Vec<String> = self.values.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        all.sort_unstable();
+        all.join("\n")
+    }
+
+    /// Returns the permissions that new files and directories lack, as octal digits or in words (`u=rwx,g=rx,o=`).
+    ///
+    /// # Errors
+    /// A message for a setting that is neither.
+    pub(super) fn umask(&self) -> Result<u32, String> {
+        let Some(text) = self.text("fs.permissions.umask-mode") else { return Ok(0o022) };
+        let of_words = || {
+            let mut kept = 0;
+            for word in text.split(',') {
+                let (who, what) = word.trim().split_once('=')?;
+                let bit = |letter: char| "xwr".find(letter).map(|at| 1_u32 << at);
+                let bits = what.chars().map(bit).sum::<Option<u32>>()?;
+                for who in who.chars() {
+                    kept |= match who {
+                        'u' => bits << 6,
+                        'g' => bits << 3,
+                        'o' => bits,
+                        'a' => bits << 6 | bits << 3 | bits,
+                        _ => return None,
+                    };
+                }
+            }
+            Some(0o777 & !kept)
+        };
+        let found = u32::from_str_radix(text, 8).ok().filter(|mask| *mask <= 0o777).or_else(of_words);
+        found.ok_or_else(|| {
+            format!("fs.permissions.umask-mode: expected octal digits, or words as u=rwx,g=rx,o=; found {text:?}")
+        })
     }
 
     /// Returns the length of a new file's blocks.
@@ -119,7 +159,10 @@ impl Configuration {
         let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
         let here = self.text("fs.defaultFS").and_then(|url| url.strip_prefix("hdfs://"));
         let is_here = here.is_some_and(|here| here.trim_end_matches('/') == authority);
-        match self.text(name).filter(|_| is_here).and_then(|address| address.rsplit_once(':')) {
+        let is_its = |address: &&str| {
+            is_here || self.is("dfs.namenode.rpc-address", authority) || address.starts_with(&format!("{host}:"))
+        };
+        match self.text(name).filter(is_its).and_then(|address| address.rsplit_once(':')) {
             // A server that listens everywhere is reached where its other calls go.
             Some(("0.0.0.0" | "", port)) => vec![format!("{scheme}://{host}:{port}")],
             Some((named, port)) => vec![format!("{scheme}://{named}:{port}")],
@@ -151,6 +194,15 @@ mod tests {
     }
 
     #[test]
+    fn a_umask_is_octal_or_in_words() {
+        let umask = |text| of(&[("fs.permissions.umask-mode", text)]).umask();
+        assert_eq!((of(&[]).umask(), umask("077"), umask("u=rwx,g=rx,o=")), (Ok(0o022), Ok(0o077), Ok(0o027)));
+        assert!(umask("1777").is_err() && umask("u+x").is_err() && umask("x=r").is_err());
+        let included = Configuration::default().add("<configuration><xi:include href=\"a.xml\"/></configuration>");
+        assert!(included.unwrap_err().contains("xi:include"));
+    }
+
+    #[test]
     fn an_address_is_that_of_the_namenode() {
         let ha = of(&[
             ("dfs.ha.namenodes.ns", "a, b"),
@@ -161,6 +213,8 @@ mod tests {
         let one = of(&[("fs.defaultFS", "hdfs://nn:8020"), ("dfs.namenode.http-address", "0.0.0.0:5070")]);
         assert_eq!(one.http_addresses("nn:8020"), ["http://nn:5070"]);
         assert_eq!(one.http_addresses("other:8020"), ["http://other:9870"]);
+        let mounted = of(&[("fs.defaultFS", "viewfs://c"), ("dfs.namenode.http-address", "nn:5070")]);
+        assert_eq!(mounted.http_addresses("nn:8020"), ["http://nn:5070"]);
     }
 
     #[test]

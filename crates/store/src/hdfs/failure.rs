@@ -29,6 +29,15 @@ const CLASSES: &[(&str, Kind)] = &[
     ("UnsupportedOperationException", Kind::Unsupported),
 ];
 
+/// Beginning of the client library's text about a block that no DataNode gives; all it knows of them follows.
+const ALL_FAILED: &str = "All DataNodes failed";
+
+/// Text of the client library about a connection that ended.
+const DISCONNECTED: &str = "RPC listener disconnected";
+
+/// Text of the NameNode about blocks that are shorter than it takes.
+const SHORT_BLOCK: &str = "block size is less than configured minimum";
+
 /// Directory that is not empty.
 const NOT_EMPTY: &str = "PathIsNotEmptyDirectoryException";
 
@@ -49,6 +58,18 @@ pub(super) fn of(error: &HdfsError, op: &'static str, place: String) -> Error {
             "expected host:port, or a name service of the configuration in HADOOP_CONF_DIR; found no NameNode of this \
              name there"
                 .to_owned()
+        }
+        HdfsError::DataTransferError(text) if text.starts_with(ALL_FAILED) => {
+            let nodes = nodes(text);
+            let which =
+                if nodes.is_empty() { "the NameNode knows none that has them".to_owned() } else { nodes.join(", ") };
+            format!(
+                "no DataNode gave these bytes: {which}; they cannot be reached, or all replicas of the block are gone or \
+                 damaged: `hdfs fsck` of the file tells, and `hdfs debug verifyMeta`"
+            )
+        }
+        HdfsError::OperationFailed(text) if text.contains(DISCONNECTED) => {
+            format!("{text}: the NameNode is gone, or this is not its RPC port (8020, not that of its web pages)")
         }
         other => first_line(&other.to_string()).to_owned(),
     };
@@ -71,6 +92,7 @@ fn kind_of(error: &HdfsError) -> Kind {
         HdfsError::RPCError(class, text) | HdfsError::FatalRPCError(class, text) => match class_kind(class) {
             Some(Kind::NotFound) if text.contains(NO_FILE) => Kind::Corrupt,
             Some(kind) => kind,
+            None if text.contains(SHORT_BLOCK) => Kind::Invalid,
             None => Kind::Unavailable,
         },
         HdfsError::InvalidPath(_)
@@ -88,6 +110,17 @@ fn kind_of(error: &HdfsError) -> Kind {
 
 fn class_kind(class: &str) -> Option<Kind> {
     CLASSES.iter().find(|(known, _)| short(class) == *known).map(|(_, kind)| *kind)
+}
+
+/// Returns the addresses in what the client library knows of DataNodes.
+fn nodes(text: &str) -> Vec<String> {
+    let of = |rest: &str| {
+        let host = rest.split('"').next()?;
+        let (_, port) = rest.split_once("xfer_port: ")?;
+        let digits = port.find(|c: char| !c.is_ascii_digit()).unwrap_or(port.len());
+        Some(format!("{host}:{}", &port[..digits]))
+    };
+    text.split("ip_addr: \"").skip(1).filter_map(of).collect()
 }
 
 /// Returns the name of a class without its package.

@@ -4,6 +4,8 @@
 
 use std::env;
 use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use http::{Method, Request};
 use object_store::client::{HttpClient, HttpRequestBody};
@@ -15,6 +17,9 @@ use super::configuration::Configuration;
 
 /// Longest list of sources in a request's URL, in bytes: a NameNode takes 64 KiB of headers.
 const SOURCES_BYTES: usize = 16 << 10;
+
+/// Time for which an interface that did not answer is not asked again: a call may take [`STILL_MAX`].
+const SILENT_FOR: Duration = Duration::from_secs(600);
 
 /// Exception of a NameNode that is not the active one of its pair.
 const STANDBY: &str = "StandbyException";
@@ -29,6 +34,8 @@ pub(super) struct Rest {
     mount: (String, String),
     /// Reason why there are no such calls.
     missing: Option<&'static str>,
+    /// Time at which none of the NameNodes answered.
+    silence: Arc<Mutex<Option<Instant>>>,
 }
 
 /// Answer that refuses a call.
@@ -52,6 +59,7 @@ impl Rest {
         scheme: &str,
         authority: &str,
         root: &str,
+        silence: Arc<Mutex<Option<Instant>>>,
     ) -> Rest {
         let mounted = match scheme {
             "viewfs" => configuration.mount(authority, root).and_then(|(link, target)| {
@@ -73,7 +81,7 @@ impl Rest {
         let user = ["HADOOP_USER_NAME", "USER", "LOGNAME"].iter().find_map(|name| env::var(name).ok());
         let user = user.unwrap_or_else(|| "root".to_owned());
         let addresses = configuration.http_addresses(&authority);
-        Rest { client, addresses, user, mount: (link, target), missing }
+        Rest { client, addresses, user, mount: (link, target), missing, silence }
     }
 
     /// Returns a path's name at the NameNode, percent-encoded for a URL.
@@ -110,6 +118,10 @@ impl Rest {
         if let Some(missing) = self.missing {
             return Err(missing.to_owned());
         }
+        let silence = || self.silence.lock().unwrap_or_else(PoisonError::into_inner);
+        if silence().is_some_and(|since| since.elapsed() < SILENT_FOR) {
+            return Err(format!("no answer to calls before; it is asked again after {} s", SILENT_FOR.as_secs()));
+        }
         let mut last = "the configuration has no address of WebHDFS for this name service".to_owned();
         for address in &self.addresses {
             let url = format!("{address}/webhdfs/v1{call}&user.name={}", self.user);
@@ -123,6 +135,9 @@ impl Rest {
                     }
                 }
             }
+        }
+        if last.contains(NO_ANSWER) {
+            *silence() = Some(Instant::now());
         }
         Err(last)
     }

@@ -48,6 +48,8 @@ pub(super) struct HdfsWriter {
 struct State {
     /// File under the object's name, until its part is written.
     first: Option<FileWriter>,
+    /// Parts whose files are begun.
+    begun: Vec<bool>,
     /// Parts whose files are written.
     written: Vec<bool>,
     /// Parts that the file under the object's name has.
@@ -66,7 +68,12 @@ impl HdfsWriter {
         options: WriteOptions,
         first: FileWriter,
     ) -> HdfsWriter {
-        let state = Mutex::new(State { first: Some(first), written: vec![false; paths.len()], joined: 1 });
+        let state = Mutex::new(State {
+            first: Some(first),
+            begun: vec![false; paths.len()],
+            written: vec![false; paths.len()],
+            joined: 1,
+        });
         HdfsWriter { cluster, name, bytes, part_bytes, paths, options, state, is_finished: false }
     }
 
@@ -89,6 +96,7 @@ impl HdfsWriter {
         let bytes = pieces.iter().map(|piece| piece.len() as u64).sum();
         let from = part as u64 * self.part_bytes;
         let first = if part == 0 { self.state().first.take() } else { None };
+        self.state().begun[part] = true;
         let created = u64::from(first.is_some());
         let requests = Requests { puts: CALLS - created, ..Requests::default() };
         let write = async {
@@ -255,8 +263,8 @@ impl Drop for HdfsWriter {
         }
         // The caller has its error; files that cannot be removed now are debris, as after a crash.
         let _ = self.cluster.remove(Action::Abort, &self.name, &self.paths[0]);
-        let written = std::mem::take(&mut self.state().written);
-        for (path, _) in self.paths.iter().zip(written).skip(1).filter(|(_, is_written)| *is_written) {
+        let begun = std::mem::take(&mut self.state().begun);
+        for (path, _) in self.paths.iter().zip(begun).skip(1).filter(|(_, has_begun)| *has_begun) {
             let _ = self.cluster.remove(Action::Abort, &self.name, path);
         }
     }

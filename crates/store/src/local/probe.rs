@@ -3,7 +3,9 @@
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+pub use super::Claimed;
 use super::{LocalStore, path_of, uninterrupted};
 use crate::disk::{Disk, RealDisk};
 use crate::place::Url;
@@ -29,6 +31,8 @@ pub struct Directory {
     pub free_bytes: Option<u64>,
     /// Result of publishing a small object there durably, and removing it: whether files there take direct writes.
     pub takes_direct: Result<bool>,
+    /// How that object got its name; `None` if it got none.
+    pub published_by: Option<Claimed>,
 }
 
 /// A mounted file system.
@@ -38,6 +42,65 @@ pub struct Mount {
     pub file_system: String,
     /// Path of the mount point.
     pub point: PathBuf,
+    /// What is mounted there, as the file system calls it: a device, `server:/path`, a bucket.
+    pub source: String,
+    /// Options of the file system, with commas between them.
+    pub options: String,
+}
+
+impl Mount {
+    /// Returns the longest time for which this machine may take names and attributes from its memory instead of asking
+    /// the server, as far as options and the kind of the file system tell; `None` where no server is asked.
+    pub fn remembers(&self) -> Option<Duration> {
+        let given = |name: &str| {
+            let value = self.options.split(',').find_map(|option| option.strip_prefix(name)?.strip_prefix('='));
+            value.and_then(|value| value.parse::<u64>().ok())
+        };
+        let seconds = match self.file_system.as_str() {
+            "nfs" | "nfs4" if self.options.split(',').any(|option| option == "noac") => 0,
+            "nfs" | "nfs4" => given("acregmax").unwrap_or(60).max(given("acdirmax").unwrap_or(60)),
+            "cifs" | "smb3" => given("actimeo").unwrap_or(1),
+            kind if kind.starts_with("fuse.") => 1,
+            _ => return None,
+        };
+        Some(Duration::from_secs(seconds))
+    }
+
+    /// Returns what to use instead, if this is a bucket mounted as a file system; `below` is a path in it.
+    fn instead(&self, below: &Path) -> Option<String> {
+        let (kind, source) = (self.file_system.as_str(), self.source.as_str());
+        let (_, scheme) = BUCKETS.iter().find(|(name, _)| kind == format!("fuse.{name}") || source == *name)?;
+        let is_bucket = !source.contains('/') && !BUCKETS.iter().any(|(name, _)| source == *name);
+        let bucket = if is_bucket { source } else { "<bucket>" };
+        let rest = below.strip_prefix(&self.point).unwrap_or(Path::new("")).display().to_string();
+        Some(format!("{scheme}://{bucket}{}{rest}", if rest.is_empty() { "" } else { "/" }))
+    }
+}
+
+/// Programs that mount a bucket as a file system, with the scheme of its own URLs.
+const BUCKETS: [(&str, &str); 8] = [
+    ("s3fs", "s3"),
+    ("goofys", "s3"),
+    ("geesefs", "s3"),
+    ("mountpoint-s3", "s3"),
+    ("gcsfuse", "gs"),
+    ("blobfuse", "az"),
+    ("blobfuse2", "az"),
+    ("rclone", "s3"),
+];
+
+/// Returns which file system is at a path where no name can be claimed, and what to use instead.
+pub(super) fn unclaimable(path: &Path) -> String {
+    let mounts = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+    let existing = path.ancestors().find_map(|place| place.canonicalize().ok()).unwrap_or_default();
+    let mount = mount_of(&existing, &mounts);
+    let found = mount.as_ref().map_or("another", |mount| mount.file_system.as_str());
+    let instead = mount.as_ref().and_then(|mount| mount.instead(path.parent().unwrap_or(path)));
+    let instead = instead.map_or_else(|| "save to another one".to_owned(), |url| format!("use {url}"));
+    format!(
+        "expected a file system that creates a name only if it is absent, found {found}, which can neither rename \
+         without replacing nor link: {instead}"
+    )
 }
 
 /// Tries the kernel's calls on files in memory.
@@ -65,23 +128,26 @@ pub fn directory(url: &str) -> Result<Directory> {
     let path = wanted.root.ancestors().find(|place| place.is_dir()).unwrap_or(Path::new("/")).to_owned();
     let resolved = path.canonicalize().unwrap_or_else(|_| path.clone());
     let mounts = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+    let tried = try_out(&path);
     Ok(Directory {
         mount: mount_of(&resolved, &mounts),
         free_bytes: uninterrupted(|| RealDisk.statvfs(&path)).ok().map(|room| room.bytes),
-        takes_direct: try_out(&path),
+        published_by: tried.as_ref().ok().map(|(_, by)| *by),
+        takes_direct: tried.map(|(takes_direct, _)| takes_direct),
         path,
     })
 }
 
 /// Publishes an object in `dir`, durably and atomically, then removes it.
-fn try_out(dir: &Path) -> Result<bool> {
+fn try_out(dir: &Path) -> Result<(bool, Claimed)> {
     let store = LocalStore::on(RealDisk, dir.to_owned())?;
     let takes_direct = store.takes_direct(dir)?;
     let path = dir.join(name::temporary()?);
     let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
-    let published = store.publish(&name, b"written by a probe; may be deleted");
+    let published = store.published(&name, &path, b"written by a probe; may be deleted");
     let deleted = store.delete(&name);
-    published.and(deleted).map(|()| takes_direct)
+    let by = published?;
+    deleted.map(|()| (takes_direct, by))
 }
 
 /// Returns the mount that contains the absolute path `path`, given the contents of `/proc/self/mountinfo` (see
@@ -92,10 +158,12 @@ fn mount_of(path: &Path, mounts: &[u8]) -> Option<Mount> {
         let mut words = line.split(|&byte| byte == b' ');
         let (Some(point), Some(_)) = (words.nth(4), words.find(|word| *word == b"-")) else { continue };
         let (point, Some(file_system)) = (unescaped(point), words.next()) else { continue };
+        let mut text = || words.next().map(|word| unescaped(word).display().to_string()).unwrap_or_default();
         // The later one of two mounts at one place hides the earlier one.
         let is_nearer = found.as_ref().is_none_or(|found| point.starts_with(&found.point));
         if path.starts_with(&point) && is_nearer {
-            found = Some(Mount { file_system: String::from_utf8_lossy(file_system).into_owned(), point });
+            let file_system = String::from_utf8_lossy(file_system).into_owned();
+            found = Some(Mount { file_system, point, source: text(), options: text() });
         }
     }
     found
@@ -152,6 +220,30 @@ mod tests {
     }
 
     #[test]
+    fn a_mounted_bucket_has_a_url_of_its_own() {
+        let instead = |kind: &str, source: &str, below: &str| {
+            let (file_system, source) = (kind.to_owned(), source.to_owned());
+            Mount { file_system, point: "/mnt".into(), source, options: String::new() }.instead(Path::new(below))
+        };
+        assert_eq!(instead("fuse.s3fs", "s3fs", "/mnt/runs/a").as_deref(), Some("s3://<bucket>/runs/a"));
+        assert_eq!(instead("fuse.gcsfuse", "mine", "/mnt").as_deref(), Some("gs://mine"));
+        assert_eq!(instead("fuse", "mountpoint-s3", "/mnt/x").as_deref(), Some("s3://<bucket>/x"));
+        assert_eq!(instead("nfs4", "server:/x", "/mnt/x"), None);
+    }
+
+    #[test]
+    fn a_client_remembers_as_long_as_its_options_say() {
+        let remembers = |kind: &str, options: &str| {
+            let (file_system, options) = (kind.to_owned(), options.to_owned());
+            let mount = Mount { file_system, point: "/".into(), source: String::new(), options };
+            mount.remembers().map(|time| time.as_secs())
+        };
+        assert_eq!(remembers("nfs4", "rw,vers=4.1,acregmax=7,acdirmax=9"), Some(9));
+        assert_eq!((remembers("nfs", "rw"), remembers("nfs", "rw,noac")), (Some(60), Some(0)));
+        assert_eq!((remembers("xfs", "rw"), remembers("fuse.glusterfs", "rw")), (None, Some(1)));
+    }
+
+    #[test]
     fn the_nearest_mount_counts_and_the_later_one_of_two() {
         let mounts = b"22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n\
             23 22 0:5 / /mnt/a\\040b rw master:1 shared:2 - nfs4 server:/x rw\n\
@@ -160,10 +252,15 @@ mod tests {
             26 22 0:8 / /dat rw - btrfs /dev/sdc rw\n\
             rubbish\n";
         let found = |path: &str| mount_of(Path::new(path), mounts).unwrap();
-        let mount = |file_system: &str, point: &str| Mount { file_system: file_system.into(), point: point.into() };
-        assert_eq!(found("/runs"), mount("ext4", "/"));
-        assert_eq!(found("/mnt/a b/run"), mount("nfs4", "/mnt/a b"));
-        assert_eq!(found("/data/run"), mount("tmpfs", "/data"));
+        let mount = |file_system: &str, point: &str, source: &str| Mount {
+            file_system: file_system.into(),
+            point: point.into(),
+            source: source.into(),
+            options: "rw".into(),
+        };
+        assert_eq!(found("/runs"), mount("ext4", "/", "/dev/sda1"));
+        assert_eq!(found("/mnt/a b/run"), mount("nfs4", "/mnt/a b", "server:/x"));
+        assert_eq!(found("/data/run"), mount("tmpfs", "/data", "tmpfs"));
         assert_eq!(mount_of(Path::new("/runs"), b""), None);
     }
 }

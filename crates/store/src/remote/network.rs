@@ -4,6 +4,8 @@
 //! aborted when nothing has moved for [`STILL_MAX`], or when its answer is too slow or does not end. The client library
 //! above repeats nothing: the engine decides whether to retry.
 
+#[cfg(feature = "hdfs")]
+use std::collections::HashMap;
 use std::collections::HashSet;
 use std::fmt;
 use std::future::Future;
@@ -124,6 +126,9 @@ pub(crate) struct Network {
     /// Runtime, until it is dropped.
     runtime: Option<Runtime>,
     http: HttpClient,
+    /// Clients of HDFS, by place and settings: each keeps connections for as long as the process lives.
+    #[cfg(feature = "hdfs")]
+    pub(crate) of_hdfs: Mutex<HashMap<String, crate::hdfs::Known>>,
     /// Process that has the runtime's threads.
     process: u32,
 }
@@ -213,7 +218,13 @@ impl Network {
         let simulated = None;
         let http = simulated.map_or_else(|| Connections::new(pool.still_max).map(HttpClient::new), Ok)?;
         let http = HttpClient::new(Lists(http));
-        Ok(Network { runtime: Some(runtime), http, process: std::process::id() })
+        Ok(Network {
+            runtime: Some(runtime),
+            http,
+            #[cfg(feature = "hdfs")]
+            of_hdfs: Mutex::default(),
+            process: std::process::id(),
+        })
     }
 
     /// Returns the client library's way to this HTTP client.

@@ -188,6 +188,7 @@ fn described(finding: &Finding) -> String {
     let what = match finding.problem {
         Problem::Commit => "commit",
         Problem::Manifest => "manifest",
+        Problem::Step => "step",
         Problem::Coverage => "coverage",
         Problem::Index => "index",
         Problem::File => "file",

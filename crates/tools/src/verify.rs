@@ -21,7 +21,9 @@ use shardfast_engine::reads::{ValueRef, data_bytes};
 use shardfast_engine::stream::batches;
 use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::object::decode;
-use shardfast_format::{BLOCK_BYTES, LeafKind, LeafName, Manifest, Region, Tag, Value, hugging_face_index};
+use shardfast_format::{
+    BLOCK_BYTES, LeafKind, LeafName, Manifest, Region, Tag, Value, hugging_face_index, parse_step_dir, step_dir,
+};
 use shardfast_store::{Fetch, Store};
 use shardfast_transfer::error::{Error, FirstFailure, Kind, Result, retry};
 use shardfast_transfer::reader::{self, Files};
@@ -131,6 +133,7 @@ fn run(
     let manifest = Arc::clone(&opened.manifest);
 
     let findings = Findings::new(&manifest);
+    check_step(url, &manifest, &findings);
     check_coverage(&manifest, &findings);
     check_indexes(&*store, &manifest, &findings, engine.timeout())?;
     let total = data_bytes(&manifest);
@@ -201,6 +204,22 @@ fn check_coverage(manifest: &Manifest, findings: &Findings<'_>) {
             let message = format!("the saved parts of {shape:?} must hold each element once: {flaw}");
             findings.of_leaf(Problem::Coverage, i, message);
         }
+    }
+}
+
+/// Checks that a directory with the name of a step has the checkpoint of that step.
+fn check_step(url: &str, manifest: &Manifest, findings: &Findings<'_>) {
+    let place = url.split('?').next().unwrap_or_default().trim_end_matches('/');
+    let named = place.rsplit('/').next().and_then(parse_step_dir);
+    if let (Some(named), Some(recorded)) = (named, manifest.info.step)
+        && named != recorded
+    {
+        let name = step_dir(recorded);
+        let message = format!(
+            "expected the checkpoint of step {named}, found that of step {recorded}, which was copied or \
+                               renamed: no run restores it; move it to {name}, or out of the run"
+        );
+        findings.of_all(Problem::Step, message);
     }
 }
 

@@ -188,6 +188,21 @@ fn verify_names_what_is_damaged() {
 }
 
 #[test]
+fn verify_names_a_checkpoint_under_the_name_of_another_step() {
+    let run = Run::new();
+    text(&["copy", &run.step(10), &run.step(77)], 0);
+    let object = json(&["verify", run.url(), "--all"], 1);
+    let of = |number: usize| object["checkpoints"][number]["findings"].as_array().unwrap().len();
+    assert_eq!((of(0), of(1), of(2)), (0, 0, 1));
+    let finding = &object["checkpoints"][2]["findings"][0];
+    assert_eq!(finding["problem"], "step");
+    assert!(finding["message"].as_str().unwrap().contains("expected the checkpoint of step 77, found that of step 10"));
+    let elsewhere = run.new_dir("elsewhere");
+    text(&["copy", &run.step(10), &elsewhere], 0);
+    assert_eq!(json(&["verify", &elsewhere], 0)["sound"], true);
+}
+
+#[test]
 fn diff_tells_what_differs() {
     let run = Run::new();
     let said = text(&["diff", &run.step(10), &run.step(10)], 0);

@@ -37,6 +37,8 @@ pub enum Problem {
     Commit,
     /// The manifest is missing or not the committed one: nothing else can be checked.
     Manifest,
+    /// The checkpoint lies under the name of another step.
+    Step,
     /// A tensor's regions do not hold each element once.
     Coverage,
     /// An index contradicts the manifest.
@@ -115,6 +117,11 @@ impl<'a> Findings<'a> {
         self.lock().leaves.insert(leaf);
         let hit = Hit { leaf: full_name(self.manifest, leaf), regions: Vec::new(), ranks: Vec::new() };
         self.push(Finding { problem, file: None, block: None, leaves: vec![hit], message });
+    }
+
+    /// Adds a finding about the checkpoint as a whole.
+    pub(super) fn of_all(&self, problem: Problem, message: String) {
+        self.push(Finding { problem, file: None, block: None, leaves: Vec::new(), message });
     }
 
     /// Adds a finding about a file that hits no leaf.

@@ -177,7 +177,8 @@ STOPS = """
 import os, signal, sys, time, torch, shardfast as sf
 rank = int(os.environ["RANK"])
 torch.distributed.init_process_group("gloo")
-pending = sf.save_async(f"{sys.argv[1]}/step-00000001", {f"part{rank}": torch.full((30_000_000,), rank)}, step=1, timeout_s=4)
+part = {f"part{rank}": torch.full((30_000_000,), rank)}
+pending = sf.save_async(f"{sys.argv[1]}/step-00000001", part, step=1, timeout_s=4)
 phases = {}
 while "agreed" not in phases and "committed" not in phases:
     phases = pending.report["phases_ms"]

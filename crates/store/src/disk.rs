@@ -103,11 +103,11 @@ pub trait Disk: Send + Sync + 'static {
     fn rmdir(&self, path: &Path) -> Sys<()>;
     /// Lists a directory without `.` and `..`, in any order; links are not followed.
     fn readdir(&self, path: &Path) -> Sys<Vec<(OsString, FileKind)>>;
-    /// Returns the attributes of a path's target; links are followed. A client of a network file system may answer from
-    /// its cache.
+    /// Returns the attributes of a path's target; links are followed. A client of a network file system may answer
+    /// from its cache.
     fn stat(&self, path: &Path) -> Sys<Stat>;
-    /// Returns the attributes like [`stat`](Disk::stat), as the file system's server has them now. A client that finds a
-    /// directory changed then forgets what it remembers of the names in it; on the way to the path it believes them.
+    /// Returns the attributes like [`stat`](Disk::stat), as the file system's server has them now. A client that finds
+    /// a directory changed then forgets what it remembers of the names in it; on the way to the path it believes them.
     fn look(&self, path: &Path) -> Sys<Stat> {
         self.stat(path)
     }

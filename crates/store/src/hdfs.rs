@@ -71,8 +71,8 @@ const DELETES_AT_A_TIME: usize = 16;
 /// Time for a call to the NameNode, or without progress of a read or a write.
 const STILL_MAX: Duration = Duration::from_secs(30);
 
-/// Time for which it is found out whether an object was published, and the pauses between the questions: nobody else can
-/// do that later.
+/// Time for which it is found out whether an object was published, and the pauses between the questions: nobody else
+/// can do that later.
 const SETTLED_WITHIN: Duration = Duration::from_secs(120);
 const SETTLES_EVERY: Duration = Duration::from_secs(2);
 
@@ -131,20 +131,15 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         return Err(invalid("expected a name in HADOOP_USER_NAME, found none: unset it, or name the user".to_owned()));
     }
     let key = format!("{server} {settings:?} {user:?} {}", configuration.fingerprint());
-    let known = network.of_hdfs.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
-    let Known { client, silence } = match known {
-        Some(known) => known,
-        None => {
-            let client = ClientBuilder::new()
-                .with_url(&server)
-                .with_config(settings)
-                .with_io_runtime(network.handle(&server)?)
-                .build()
-                .map_err(|error| failure::of(&error, Action::Open.word(), url.shown()))?;
-            let known = Known { client, silence: Arc::default() };
-            network.of_hdfs.lock().unwrap_or_else(PoisonError::into_inner).entry(key).or_insert(known).clone()
-        }
-    };
+    let Known { client, silence } = network.client(&key, || {
+        let client = ClientBuilder::new()
+            .with_url(&server)
+            .with_config(settings)
+            .with_io_runtime(network.handle(&server)?)
+            .build()
+            .map_err(|error| failure::of(&error, Action::Open.word(), url.shown()))?;
+        Ok(Known { client, silence: Arc::default() })
+    })?;
     let rest = Rest::new(network.connector().client(), &configuration, url.scheme, &authority, &root, silence);
     let umask = configuration.umask().map_err(invalid)?;
     options.permission = 0o666 & !umask;
@@ -190,7 +185,7 @@ struct HdfsStore {
 
 /// Client of a cluster that the stores of a process share, and since when the cluster's REST interface was silent.
 #[derive(Clone)]
-pub(crate) struct Known {
+struct Known {
     client: Client,
     silence: Arc<Mutex<Option<Instant>>>,
 }

@@ -31,16 +31,18 @@
 //!
 //! A crash leaves at worst unfinished files, temporary files and directories; nothing refers to them.
 
+mod claims;
 mod flights;
 pub mod probe;
 mod reader;
 mod writer;
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+pub use claims::{Claimed, Claims};
 use reader::LocalReader;
 use writer::LocalWriter;
 
@@ -103,31 +105,6 @@ pub(crate) fn absolute(path: &str) -> Result<String> {
     })
 }
 
-/// Devices on which a name was claimed, shared by the stores of a process: each device is tried once.
-#[derive(Default)]
-pub struct Claims(Mutex<HashSet<u64>>);
-
-impl Claims {
-    /// Makes the attempt unless one has succeeded on that device.
-    fn expect(&self, device: u64, attempt: impl FnOnce() -> Result<()>) -> Result<()> {
-        let known = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if !known().contains(&device) {
-            attempt()?;
-            known().insert(device);
-        }
-        Ok(())
-    }
-}
-
-/// System call that gives a new file its final name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Claimed {
-    /// A rename that replaces nothing.
-    Rename,
-    /// A link: a second name of the file, whose first name is removed then.
-    Link,
-}
-
 /// A directory of a file system as a [`Store`].
 pub struct LocalStore<D: Disk = RealDisk> {
     disk: Arc<D>,
@@ -186,8 +163,8 @@ impl<D: Disk> LocalStore<D> {
         Ok(self.root.join(name))
     }
 
-    /// Makes a call by a path. If the path is missing, the call is made again after the file system was asked whether it
-    /// is: a client of a network file system remembers for a while that a name was absent.
+    /// Makes a call by a path. If the path is missing, the call is made again after the file system was asked whether
+    /// it is: a client of a network file system remembers for a while that a name was absent.
     fn of_now<T>(&self, path: &Path, call: impl Fn(&D) -> Sys<T>) -> Sys<T> {
         match uninterrupted(|| call(&self.disk)) {
             Err(Errno::NOENT) if path.parent().is_some_and(|dir| self.looks(dir)) => uninterrupted(|| call(&self.disk)),

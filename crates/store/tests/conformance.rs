@@ -48,8 +48,8 @@ fn appended() {
     });
 }
 
-/// Tests the local backend through two clients of one network file system, by turns: each remembers what was absent, and
-/// what it found, until it asks anew.
+/// Tests the local backend through two clients of one network file system, by turns: each remembers what was absent,
+/// and what it found, until it asks anew.
 #[test]
 fn simulated_clients() {
     for lacks_noreplace in [false, true] {
@@ -96,7 +96,7 @@ fn absent_names_are_asked_for_again() {
     assert_eq!(saver.publish("COMMIT", b"third").unwrap_err().kind, Kind::Conflict);
 }
 
-/// What a client has open when its server forgets it fails by name; what is opened after that does not.
+/// Files that a client has open when its server forgets them fail by name; those that it opens after that do not.
 #[test]
 fn stale_files_are_opened_anew() {
     let disk = SimDisk::new().client();

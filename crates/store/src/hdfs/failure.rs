@@ -61,11 +61,11 @@ pub(super) fn of(error: &HdfsError, op: &'static str, place: String) -> Error {
         }
         HdfsError::DataTransferError(text) if text.starts_with(ALL_FAILED) => {
             let nodes = nodes(text);
-            let which =
-                if nodes.is_empty() { "the NameNode knows none that has them".to_owned() } else { nodes.join(", ") };
+            let none = "the NameNode knows none that has them".to_owned();
+            let which = if nodes.is_empty() { none } else { nodes.join(", ") };
             format!(
-                "no DataNode gave these bytes: {which}; they cannot be reached, or all replicas of the block are gone or \
-                 damaged: `hdfs fsck` of the file tells, and `hdfs debug verifyMeta`"
+                "no DataNode gave these bytes: {which}; they cannot be reached, or all replicas of the block are gone \
+                 or damaged: `hdfs fsck` of the file tells, and `hdfs debug verifyMeta`"
             )
         }
         HdfsError::OperationFailed(text) if text.contains(DISCONNECTED) => {

@@ -42,7 +42,7 @@ pub struct Mount {
     pub file_system: String,
     /// Path of the mount point.
     pub point: PathBuf,
-    /// What is mounted there, as the file system calls it: a device, `server:/path`, a bucket.
+    /// Source of the mount, as the file system calls it: a device, `server:/path`, a bucket.
     pub source: String,
     /// Options of the file system, with commas between them.
     pub options: String,

@@ -5,6 +5,8 @@
 //! above repeats nothing: the engine decides whether to retry.
 
 #[cfg(feature = "hdfs")]
+use std::any::Any;
+#[cfg(feature = "hdfs")]
 use std::collections::HashMap;
 use std::collections::HashSet;
 use std::fmt;
@@ -126,9 +128,9 @@ pub(crate) struct Network {
     /// Runtime, until it is dropped.
     runtime: Option<Runtime>,
     http: HttpClient,
-    /// Clients of HDFS, by place and settings: each keeps connections for as long as the process lives.
+    /// Clients of other libraries, by place and settings: each keeps its connections for as long as the process lives.
     #[cfg(feature = "hdfs")]
-    pub(crate) of_hdfs: Mutex<HashMap<String, crate::hdfs::Known>>,
+    clients: Mutex<HashMap<String, Box<dyn Any + Send + Sync>>>,
     /// Process that has the runtime's threads.
     process: u32,
 }
@@ -222,7 +224,7 @@ impl Network {
             runtime: Some(runtime),
             http,
             #[cfg(feature = "hdfs")]
-            of_hdfs: Mutex::default(),
+            clients: Mutex::default(),
             process: std::process::id(),
         })
     }
@@ -247,6 +249,25 @@ impl Network {
     #[cfg(feature = "hdfs")]
     pub(crate) fn wait<T>(&self, url: &str, call: impl Future<Output = T>) -> Result<T> {
         Ok(self.runtime(url)?.block_on(call))
+    }
+
+    /// Returns a client of another library, made by the first call with this key.
+    ///
+    /// # Errors
+    /// The maker's error.
+    #[cfg(feature = "hdfs")]
+    pub(crate) fn client<T: Any + Clone + Send + Sync>(
+        &self,
+        key: &str,
+        make: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = clients.get(key).and_then(|known| known.downcast_ref::<T>()) {
+            return Ok(known.clone());
+        }
+        let made = make()?;
+        clients.insert(key.to_owned(), Box::new(made.clone()));
+        Ok(made)
     }
 
     fn runtime(&self, url: &str) -> Result<&Runtime> {

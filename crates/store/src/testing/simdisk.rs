@@ -11,14 +11,15 @@
 //!   of a directory does so with its entries where [`Fault::Forget`] says so.
 //! - `O_DIRECT` wants address, offset and length in multiples of 4096, and does not make anything durable.
 //! - A file is at most 1 GiB long.
-//! - [`SimDisk::client`] is the same disk on another machine, which remembers absent names, attributes and lists until it
-//!   asks for them anew, and whose open files can become stale.
+//! - [`SimDisk::client`] is the same disk on another machine, which remembers absent names, attributes and lists until
+//!   it asks for them anew, and whose open files can become stale.
 //!
 //! [`SimDisk::crash`] returns the disk that the next process finds. Every system call is logged and numbered from 0;
 //! [`SimDisk::inject`] makes one of them fail, [`SimDisk::refuse`] all of one name. Clones are the same disk.
 
 mod chance;
 mod client;
+mod contents;
 mod ring;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,6 +30,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use chance::Chance;
 use client::Client;
+use contents::{Dir, File, Inode, TEMPORARY, is_temporary};
 pub use ring::SimRing;
 
 use crate::Mapping;
@@ -44,7 +46,7 @@ const DEAD: Errno = Errno::ROFS;
 #[derive(Clone, Default)]
 pub struct SimDisk {
     state: Arc<Mutex<State>>,
-    /// What this handle's client remembers; `None` for a local disk.
+    /// Memory of this handle's client; `None` for a local disk.
     client: Option<Arc<Mutex<Client>>>,
 }
 
@@ -105,29 +107,6 @@ struct Ailing {
     call: Call,
     errno: Errno,
     left: u32,
-}
-
-enum Inode {
-    File(File),
-    Dir(Dir),
-}
-
-#[derive(Default)]
-struct File {
-    /// Contents that a reader sees.
-    cached: Vec<u8>,
-    /// Contents that are on the medium for certain.
-    durable: Vec<u8>,
-    /// Sectors of `cached` that are on their way to the medium.
-    dirty: BTreeSet<usize>,
-}
-
-#[derive(Default)]
-struct Dir {
-    cached: BTreeMap<OsString, usize>,
-    durable: BTreeMap<OsString, usize>,
-    /// States since the last sync of each name that changed.
-    changes: BTreeMap<OsString, Vec<Option<usize>>>,
 }
 
 impl Default for State {
@@ -262,61 +241,6 @@ impl SimDisk {
     }
 }
 
-impl File {
-    fn write(&mut self, bytes: &[u8], offset: usize) {
-        let end = offset + bytes.len();
-        if end > self.cached.len() {
-            self.resize(end);
-        }
-        self.cached[offset..end].copy_from_slice(bytes);
-        self.dirty.extend(offset / SECTOR..end.div_ceil(SECTOR));
-    }
-
-    fn resize(&mut self, bytes: usize) {
-        let sectors = self.cached.len().min(bytes) / SECTOR..self.cached.len().max(bytes).div_ceil(SECTOR);
-        self.cached.resize(bytes, 0);
-        self.dirty.extend(sectors);
-    }
-
-    fn sync(&mut self) {
-        self.durable.resize(self.cached.len(), 0);
-        for sector in std::mem::take(&mut self.dirty) {
-            let range = sector_of(sector, self.cached.len());
-            self.durable[range.clone()].copy_from_slice(&self.cached[range]);
-        }
-    }
-
-    fn after_crash(&self, chance: &mut Chance) -> Vec<u8> {
-        let (old, new) = (self.durable.len(), self.cached.len());
-        let length = match (chance.keeps(), chance.keeps()) {
-            (false, false) => old,
-            (true, true) => new,
-            _ => {
-                let sectors = (old.max(new) - old.min(new)) / SECTOR;
-                old.min(new) + SECTOR * chance.below(sectors + 1)
-            }
-        };
-        let mut contents = self.durable.clone();
-        contents.resize(length, 0);
-        for sector in 0..length.div_ceil(SECTOR) {
-            let range = sector_of(sector, length);
-            if self.dirty.contains(&sector) && chance.keeps() {
-                let kept = range.start.min(new)..range.end.min(new);
-                contents[kept.clone()].copy_from_slice(&self.cached[kept]);
-            } else if range.start >= old && chance.keeps() {
-                contents[range].fill(0xdb);
-            }
-        }
-        contents
-    }
-}
-
-const TEMPORARY: &str = ".tmp-";
-
-fn is_temporary(name: &OsStr) -> bool {
-    name.to_string_lossy().starts_with(TEMPORARY)
-}
-
 /// Returns the call without the random part of a temporary file's name.
 fn of_any_attempt(name: &'static str, path: &Path) -> Call {
     let is_temporary = path.file_name().is_some_and(is_temporary);
@@ -325,46 +249,6 @@ fn of_any_attempt(name: &'static str, path: &Path) -> Call {
 
 fn bounded(file_bytes: u64) -> Sys<usize> {
     if file_bytes > FILE_BYTES_MAX { Err(Errno::FBIG) } else { Ok(file_bytes as usize) }
-}
-
-fn sector_of(sector: usize, length: usize) -> std::ops::Range<usize> {
-    let start = (sector * SECTOR).min(length);
-    start..(start + SECTOR).min(length)
-}
-
-impl Dir {
-    fn set(&mut self, name: &OsStr, inode: Option<usize>) {
-        match inode {
-            Some(inode) => self.cached.insert(name.to_owned(), inode),
-            None => self.cached.remove(name),
-        };
-        self.changes.entry(name.to_owned()).or_default().push(inode);
-    }
-
-    fn sync(&mut self) {
-        for name in std::mem::take(&mut self.changes).into_keys() {
-            match self.cached.get(&name) {
-                Some(inode) => self.durable.insert(name, *inode),
-                None => self.durable.remove(&name),
-            };
-        }
-    }
-
-    fn after_crash(&self, chance: &mut Chance) -> BTreeMap<OsString, usize> {
-        let mut entries = self.durable.clone();
-        // Names drawn by chance come last: so the same seed has the same effect on all others.
-        let (temporary, named): (Vec<_>, Vec<_>) = self.changes.iter().partition(|(name, _)| is_temporary(name));
-        for (name, states) in named.into_iter().chain(temporary) {
-            if chance.keeps() {
-                let state = if chance.keeps() { states.len() - 1 } else { chance.below(states.len()) };
-                match states[state] {
-                    Some(inode) => entries.insert(name.clone(), inode),
-                    None => entries.remove(name),
-                };
-            }
-        }
-        entries
-    }
 }
 
 impl State {

@@ -20,8 +20,8 @@ pub(super) struct Client {
 }
 
 impl SimDisk {
-    /// Returns the same disk as a client on another machine sees it, which has asked for nothing yet. Its clones are the
-    /// same client.
+    /// Returns the same disk as a client on another machine sees it, which has asked for nothing yet. Its clones are
+    /// the same client.
     pub fn client(&self) -> SimDisk {
         SimDisk { client: Some(Arc::default()), ..self.clone() }
     }

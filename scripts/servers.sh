@@ -12,9 +12,9 @@
 #   scripts/servers.sh hadoop DIR CLASS [ARG...]    runs a tool of Hadoop's with this folder's hdfs, as in
 #                                                   `hadoop DIR org.apache.hadoop.fs.FsShell -ls /`
 #
-# Names: minio, versitygw, moto, s3rver (S3), azurite (Azure Blob Storage) and hdfs (Hadoop's file system). Go builds
-# the first two; moto needs Python, the next two need Node, hdfs needs Java 17 and Maven; `start` needs curl 7.75 or
-# later.
+# Names: minio, versitygw, moto, s3rver (S3), azurite (Azure Blob Storage), hdfs, hdfs-ha and hdfs-kerberos (Hadoop's
+# file system). Go builds the first two; moto needs Python, the next two need Node, hdfs needs Java 17 and Maven;
+# `start` needs curl 7.75 or later.
 #
 # A started server has one empty bucket (azurite: container, hdfs: directory). Its data and its log are below `dir`, a
 # new temporary folder; with --space its data have so many MiB, in a file system of their own, which takes root. It ends
@@ -24,7 +24,15 @@
 # hdfs is a NameNode and three DataNodes, each a process of its own, which a test may kill: the file NODE.pid of `dir`
 # has its id (NODE is namenode, datanode0, datanode1 or datanode2). Who started it is the superuser; snapshots are
 # allowed on /snapshots; with --space the blocks have so much room. The NameNode takes a DataNode for dead after ten
-# minutes, as everywhere.
+# minutes, as everywhere. Keys of encryption zones are those that `hadoop DIR org.apache.hadoop.crypto.key.KeyShell
+# create KEY` has made when the NameNode starts.
+#
+# hdfs-ha has two NameNodes, namenode0 and namenode1, of the name service `pair`, and three JournalNodes. namenode0 is
+# active at first. `hadoop DIR org.apache.hadoop.hdfs.tools.DFSHAAdmin -transitionToActive --forceactive namenode1`
+# makes the other one active when it is dead. A NameNode that is started again is a standby.
+#
+# hdfs-kerberos is an hdfs with Kerberos; its KDC is Hadoop's MiniKdc. The superuser is hdfs, whose keys are in the file
+# `keytab` of `dir`.
 #
 # What these versions do when eight clients write one name with `If-None-Match: *` at the same time (a PUT sends its
 # body when all have sent their heads; complete ends a multipart upload):
@@ -41,13 +49,15 @@ source scripts/environment.sh
 readonly servers=$PWD/target/servers
 readonly bucket=shardfast-test
 readonly region=us-east-1
-readonly start_seconds_max=60
+readonly start_seconds_max=120
 readonly stop_seconds_max=10
 
 readonly datanodes=(datanode0 datanode1 datanode2)
-readonly ports_of_hdfs=8
+readonly ports_of_hdfs=16
+readonly name_service=pair
+readonly realm=EXAMPLE.COM
 
-readonly names=(minio versitygw moto s3rver azurite hdfs)
+readonly names=(minio versitygw moto s3rver azurite hdfs hdfs-ha hdfs-kerberos)
 declare -rA versions=(
     [minio]=v0.0.0-20260212201848-7aac2a2c5b7c
     [versitygw]=v1.8.0
@@ -55,6 +65,8 @@ declare -rA versions=(
     [s3rver]=3.7.1
     [azurite]=3.35.0 # the last one for Node 20
     [hdfs]=3.5.0
+    [hdfs-ha]=3.5.0
+    [hdfs-kerberos]=3.5.0
 )
 
 # Starts fast, is small, and leaves no file elsewhere when it is killed.
@@ -105,9 +117,14 @@ EOF
             -DoutputDirectory="$servers/$1/lib"
 }
 
+# Beside the jars of hdfs.
+install_minikdc() { # NAME VERSION
+    install_maven "$1" "org.apache.hadoop:hadoop-minikdc:$2" && install_one hdfs
+}
+
 # install_one NAME: installs this server unless it is there; says on standard error why it cannot. Tests that run beside
-# each other ask for the same server: one of them installs it.
-install_one() {
+# each other ask for the same server: one of them installs it. A subshell, because its end releases the lock.
+install_one() (
     local name=$1 version=${versions[$1]} log=$servers/$1.log tool command lock
     mkdir -p "$servers"
     exec {lock}>"$servers/$name.lock"
@@ -121,6 +138,8 @@ install_one() {
         moto) tool=python3 command=(install_python "$name" "moto[server,s3]==$version") ;;
         s3rver | azurite) tool=npm command=(install_node "$name" "$name@$version") ;;
         hdfs) tool=mvn command=(install_maven "$name" "org.apache.hadoop:hadoop-minicluster:$version") ;;
+        hdfs-ha) tool=mvn command=(install_one hdfs) ;;
+        hdfs-kerberos) tool=mvn command=(install_minikdc "$name" "$version") ;;
     esac
     if ! command -v "$tool" >/dev/null; then
         printf 'servers: %s is not installed: %s is missing\n' "$name" "$tool" >&2
@@ -134,7 +153,7 @@ install_one() {
     fi
     rm "$log"
     echo "$version" >"$servers/$name.stamp"
-}
+)
 
 # What was not asked for by name may be missing.
 install() {
@@ -214,10 +233,14 @@ free_port() {
 
 # java_of_hadoop DIR CLASS ARG...: becomes that program of Hadoop's, with the configuration in this folder.
 java_of_hadoop() {
-    local dir=$1
+    local dir=$1 options=(-Djava.io.tmpdir="$1/tmp")
     shift
+    if [[ -e $dir/krb5.conf ]]; then
+        options+=(-Djava.security.krb5.conf="$dir/krb5.conf")
+        export KRB5PRINCIPAL=hdfs@$realm KRB5KEYTAB=$dir/keytab
+    fi
     HADOOP_USER_NAME=${HADOOP_USER_NAME-$(id -un)} \
-        exec "${java[@]}" -Djava.io.tmpdir="$dir/tmp" -cp "$dir/conf:$servers/hdfs/lib/*" "$@"
+        exec "${java[@]}" "${options[@]}" -cp "$dir/conf:$servers/hdfs/lib/*" "$@"
 }
 
 # run_node NODE COMMAND...: runs a node of hdfs in its folder, and again when it has ended and `restart` asks for it.
@@ -233,14 +256,56 @@ run_node() {
     done
 }
 
+# nodes_of DIR KIND: the nodes of this kind that its hdfs has.
+nodes_of() {
+    local address
+    for address in "$1/$2"*.address; do
+        [[ ! -e $address ]] || basename "$address" .address
+    done
+}
+
+# run_kdc: the server of tickets, in its folder; returns when the keys are there.
+run_kdc() {
+    local dir=$PWD
+    printf '%s=%s\n' org.name EXAMPLE org.domain COM kdc.bind.address 127.0.0.1 kdc.port "$(<kdc.port)" transport TCP \
+        instance Kdc max.ticket.lifetime 86400000 max.renewable.lifetime 604800000 debug false >kdc.properties
+    mkdir -p kdc
+    run_node kdc "${java[@]}" -cp "$servers/hdfs-kerberos/lib/*" org.apache.hadoop.minikdc.MiniKdc "$dir/kdc" \
+        "$dir/kdc.properties" "$dir/keytab" hdfs hdfs/localhost HTTP/localhost &
+    until [[ -s keytab ]]; do sleep 0.1; done
+}
+
+# format_namenode NODE FIRST: makes a NameNode's directory, the first one's or a copy of it.
+format_namenode() {
+    local dir=$PWD
+    if [[ -e $1 ]]; then
+        return
+    elif [[ $1 != "$2" ]]; then
+        cp -r "$2" "$1"
+    else
+        (java_of_hadoop "$dir" org.apache.hadoop.hdfs.server.namenode.NameNode -D "dfs.ha.namenode.id=$1" \
+            -D "dfs.namenode.name.dir=file://$dir/$1" -format -force -nonInteractive)
+    fi
+}
+
 # run_hdfs: the server, in its folder.
 run_hdfs() {
-    local node hdfs=org.apache.hadoop.hdfs.server dir=$PWD
+    local node nodes hdfs=org.apache.hadoop.hdfs dir=$PWD
     unset HADOOP_USER_NAME
-    [[ -e namenode ]] || (java_of_hadoop "$dir" "$hdfs.namenode.NameNode" -format -force -nonInteractive)
-    run_node namenode java_of_hadoop "$dir" "$hdfs.namenode.NameNode" &
+    [[ ! -e kdc.port ]] || run_kdc
+    for node in $(nodes_of . journalnode); do
+        run_node "$node" java_of_hadoop "$dir" "$hdfs.qjournal.server.JournalNode" \
+            -D "dfs.journalnode.edits.dir=$dir/$node" -D "dfs.journalnode.rpc-address=$(<"$node.address")" \
+            -D "dfs.journalnode.http-address=$(<"$node.http")" &
+    done
+    mapfile -t nodes < <(nodes_of . namenode)
+    for node in "${nodes[@]}"; do format_namenode "$node" "${nodes[0]}"; done
+    for node in "${nodes[@]}"; do
+        run_node "$node" java_of_hadoop "$dir" "$hdfs.server.namenode.NameNode" -D "dfs.ha.namenode.id=$node" \
+            -D "dfs.namenode.name.dir=file://$dir/$node" &
+    done
     for node in "${datanodes[@]}"; do
-        run_node "$node" java_of_hadoop "$dir" "$hdfs.datanode.DataNode" \
+        run_node "$node" java_of_hadoop "$dir" "$hdfs.server.datanode.DataNode" \
             -D "dfs.datanode.data.dir=file://$dir/data/$node" -D dfs.datanode.ipc.address=127.0.0.1:0 \
             -D "dfs.datanode.address=$(<"$node.address")" -D "dfs.datanode.http.address=$(<"$node.http")" &
     done
@@ -249,25 +314,77 @@ run_hdfs() {
 
 property() { printf '<property><name>%s</name><value>%s</value></property>\n' "$1" "$2"; }
 
-# configure_hdfs DIR INDEX: the configuration, for the nodes and for clients, and the addresses of each node.
+url_of_hdfs() { # DIR NAME
+    if [[ $2 == hdfs-ha ]]; then echo "hdfs://$name_service"; else echo "hdfs://$(<"$1/namenode.address")"; fi
+}
+
+properties_of_ha() { # DIR
+    local node journal=() leading
+    for node in $(nodes_of "$1" journalnode); do journal+=("$(<"$1/$node.address")"); done
+    leading=$(nodes_of "$1" namenode | paste --serial --delimiters=,)
+    property dfs.nameservices "$name_service"
+    property "dfs.ha.namenodes.$name_service" "$leading"
+    for node in ${leading//,/ }; do
+        property "dfs.namenode.rpc-address.$name_service.$node" "$(<"$1/$node.address")"
+        property "dfs.namenode.http-address.$name_service.$node" "$(<"$1/$node.http")"
+    done
+    property dfs.namenode.shared.edits.dir "qjournal://$(IFS=';' && echo "${journal[*]}")/$name_service"
+    property "dfs.client.failover.proxy.provider.$name_service" \
+        org.apache.hadoop.hdfs.server.namenode.ha.ConfiguredFailoverProxyProvider
+    property dfs.ha.fencing.methods 'shell(/bin/true)' # JournalNodes refuse a NameNode that was active before
+}
+
+properties_of_kerberos() { # DIR
+    local kind
+    for kind in namenode datanode; do
+        property "dfs.$kind.kerberos.principal" "hdfs/localhost@$realm"
+        property "dfs.$kind.keytab.file" "$1/keytab"
+    done
+    property dfs.namenode.http-address "$(<"$1/namenode.http")"
+    property dfs.web.authentication.kerberos.principal "HTTP/localhost@$realm"
+    property dfs.web.authentication.kerberos.keytab "$1/keytab"
+    property dfs.block.access.token.enable true
+    property dfs.data.transfer.protection authentication
+    property ignore.secure.ports.for.testing true # the pages of DataNodes go over HTTP
+}
+
+# configure_kdc DIR PORT: the configuration of Kerberos, for Java and for others.
+configure_kdc() {
+    echo "$2" >"$1/kdc.port"
+    cat >"$1/krb5.conf" <<EOF
+[libdefaults]
+    default_realm = $realm
+    dns_canonicalize_hostname = false
+    rdns = false
+    udp_preference_limit = 1
+[realms]
+    $realm = {
+        kdc = 127.0.0.1:$2
+    }
+EOF
+}
+
+# configure_hdfs DIR INDEX NAME: the configuration, for the nodes and for clients, and the addresses of each node.
 configure_hdfs() {
-    local dir=$1 index=$2 node
+    local dir=$1 index=$2 name=$3 node nodes=(namenode "${datanodes[@]}")
+    [[ $name != hdfs-ha ]] || nodes=(namenode0 namenode1 journalnode0 journalnode1 journalnode2 "${datanodes[@]}")
     mkdir "$dir/conf" "$dir/tmp"
-    for node in namenode "${datanodes[@]}"; do
+    for node in "${nodes[@]}"; do
         echo "127.0.0.1:$(free_port "$index")" >"$dir/$node.address"
         echo "127.0.0.1:$(free_port "$((index + 1))")" >"$dir/$node.http"
         index=$((index + 2))
     done
+    [[ $name != hdfs-kerberos ]] || configure_kdc "$dir" "$(free_port "$index")"
     {
         echo '<configuration>'
-        property fs.defaultFS "hdfs://$(<"$dir/namenode.address")"
+        property fs.defaultFS "$(url_of_hdfs "$dir" "$name")"
         property hadoop.tmp.dir "$dir/tmp"
+        property hadoop.security.key.provider.path "jceks://file$dir/keys.jceks"
+        [[ $name != hdfs-kerberos ]] || property hadoop.security.authentication kerberos
         echo '</configuration>'
     } >"$dir/conf/core-site.xml"
     {
         echo '<configuration>'
-        property dfs.namenode.name.dir "file://$dir/namenode"
-        property dfs.namenode.http-address "$(<"$dir/namenode.http")"
         property dfs.datanode.hostname 127.0.0.1
         property dfs.namenode.datanode.registration.ip-hostname-check false
         property dfs.permissions.enabled true
@@ -277,6 +394,11 @@ configure_hdfs() {
         # A NameNode that begins again takes writes when its blocks are there, not 30 s later.
         property dfs.namenode.safemode.extension 0
         property dfs.heartbeat.interval 1
+        case $name in
+            hdfs) property dfs.namenode.http-address "$(<"$dir/namenode.http")" ;;
+            hdfs-ha) properties_of_ha "$dir" ;;
+            hdfs-kerberos) properties_of_kerberos "$dir" ;;
+        esac
         echo '</configuration>'
     } >"$dir/conf/hdfs-site.xml"
     cat >"$dir/conf/log4j.properties" <<'EOF'
@@ -299,23 +421,26 @@ node_runs() {
 # says DIR NODE QUERY: what a node of hdfs says of itself.
 says() { curl --silent --noproxy '*' --max-time 5 "http://$(<"$1/$2.http")/jmx?$3"; }
 
-# hdfs_answers DIR NODE...: whether these nodes run, and know each other if the NameNode is one of them.
+# hdfs_answers DIR NODE...: whether these nodes run, and know each other if a NameNode is among them.
 hdfs_answers() {
-    local dir=$1 node said data=()
+    local dir=$1 node said leading=() data=()
     shift
     for node in "$@"; do
         node_runs "$dir" "$node" || return 1
-        [[ $node == namenode ]] || data+=("$node")
+        case $node in
+            namenode*) leading+=("$node") ;;
+            datanode*) data+=("$node") ;;
+        esac
     done
-    if (($# > ${#data[@]})); then
-        said=$(says "$dir" namenode qry=Hadoop:service=NameNode,name=FSNamesystemState) || return 1
+    for node in "${leading[@]}"; do
+        said=$(says "$dir" "$node" qry=Hadoop:service=NameNode,name=FSNamesystemState) || return 1
         [[ $said =~ \"NumLiveDataNodes\"\ :\ ([0-9]+) ]] && ((BASH_REMATCH[1] >= ${#data[@]})) || return 1
         # Without DataNodes it waits for their blocks.
         ((${#data[@]} == 0)) || [[ $said == *'"FSState" : "Operational"'* ]] || return 1
-    fi
+    done
     for node in "${data[@]}"; do
         said=$(says "$dir" "$node" get=Hadoop:service=DataNode,name=DataNodeInfo::BPServiceActorInfo) || return 1
-        (($# == ${#data[@]})) || [[ $said == *'ActorState\":\"RUNNING'* ]] || return 1
+        ((${#leading[@]} == 0)) || [[ $said == *'ActorState\":\"RUNNING'* ]] || return 1
     done
 }
 
@@ -348,9 +473,16 @@ create_bucket_azure() { # URL KEY SECRET
 
 # Makes the directories when all nodes answer.
 create_bucket_hdfs() { # URL KEY SECRET DIR
-    local at
-    hdfs_answers "$4" namenode "${datanodes[@]}" || return 1
-    at=http://$(<"$4/namenode.http")/webhdfs/v1
+    local at leading
+    mapfile -t leading < <(nodes_of "$4" namenode)
+    hdfs_answers "$4" "${leading[@]}" "${datanodes[@]}" || return 1
+    if [[ -e $4/krb5.conf ]]; then
+        (java_of_hadoop "$4" org.apache.hadoop.fs.FsShell -mkdir -p "/$bucket")
+        return
+    elif ((${#leading[@]} > 1)); then
+        (java_of_hadoop "$4" org.apache.hadoop.hdfs.tools.DFSHAAdmin -transitionToActive "${leading[0]}") || return 1
+    fi
+    at=http://$(<"$4/${leading[0]}.http")/webhdfs/v1
     request "$at/$bucket?op=MKDIRS&user.name=$2" &&
         request "$at/snapshots?op=MKDIRS&user.name=$2" &&
         request "$at/snapshots?op=ALLOWSNAPSHOT&user.name=$2"
@@ -359,10 +491,17 @@ create_bucket_hdfs() { # URL KEY SECRET DIR
 # line_of_hdfs DIR: what a started hdfs adds to its line.
 line_of_hdfs() {
     local dir=$1 node
-    printf 'namenode=%s http=%s' "$(<"$dir/namenode.address")" "$(<"$dir/namenode.http")"
-    printf ' variable:HADOOP_CONF_DIR=%s variable:HADOOP_USER_NAME=%s' "$dir/conf" "$(id -un)"
-    for node in "${datanodes[@]}"; do printf ' %s=%s' "$node" "$(<"$dir/$node.address")"; done
-    for node in namenode "${datanodes[@]}"; do printf ' %s.pid=%s' "$node" "$(<"$dir/$node.pid")"; done
+    printf 'variable:HADOOP_CONF_DIR=%s' "$dir/conf"
+    if [[ -e $dir/krb5.conf ]]; then
+        printf ' variable:KRB5_CONFIG=%s variable:KRB5_CLIENT_KTNAME=%s' "$dir/krb5.conf" "$dir/keytab"
+        printf ' variable:KRB5CCNAME=%s' "$dir/tickets"
+    else
+        printf ' variable:HADOOP_USER_NAME=%s' "$(id -un)"
+    fi
+    [[ ! -e $dir/namenode.http ]] || printf ' http=%s' "$(<"$dir/namenode.http")"
+    for node in $(nodes_of "$dir" ''); do
+        printf ' %s=%s %s.pid=%s' "$node" "$(<"$dir/$node.address")" "$node" "$(<"$dir/$node.pid")"
+    done
 }
 
 # start_one PID INDEX NAME: starts one server, waits until it has its bucket, adds its line to what is printed.
@@ -404,10 +543,10 @@ start_one() {
                 --blobHost 127.0.0.1 --blobPort "$port" --skipApiVersionCheck --disableProductStyleUrl
                 --disableTelemetry --silent)
             ;;
-        hdfs)
+        hdfs | hdfs-*)
             kind=hdfs key=$(id -un) secret=
-            configure_hdfs "$dir" "$2"
-            url=hdfs://$(<"$dir/namenode.address")
+            configure_hdfs "$dir" "$2" "$name"
+            url=$(url_of_hdfs "$dir" "$name")
             command=(run_hdfs)
             ;;
     esac
@@ -496,17 +635,18 @@ crash() {
 
 # restart DIR NODE: what `run_node` waits for is the file NODE.again.
 restart() {
-    local dir=${1-} node=${2-} other nodes=() deadline=$((SECONDS + start_seconds_max))
-    [[ " namenode ${datanodes[*]} " == *" $node "* ]] ||
-        fail "restart: expected namenode or one of ${datanodes[*]}, found '$node'"
-    [[ -f $dir/pid && -s $dir/$node.pid ]] && is_running "$(<"$dir/pid")" || fail "restart: no hdfs runs in '$dir'"
+    local dir=${1-} node=${2-} other nodes=() known deadline=$((SECONDS + start_seconds_max))
+    [[ -f $dir/pid ]] && is_running "$(<"$dir/pid")" || fail "restart: no hdfs runs in '$dir'"
+    mapfile -t known < <(nodes_of "$dir" namenode && nodes_of "$dir" datanode)
+    [[ " ${known[*]} " == *" $node "* && -s $dir/$node.pid ]] ||
+        fail "restart: expected one of ${known[*]}, found '$node'"
     if node_runs "$dir" "$node"; then
         kill -KILL "$(<"$dir/$node.pid")"
         while node_runs "$dir" "$node"; do sleep 0.01; done
     fi
     rm "$dir/$node.pid"
     touch "$dir/$node.again"
-    for other in namenode "${datanodes[@]}"; do
+    for other in "${known[@]}"; do
         if [[ $other == "$node" ]] || node_runs "$dir" "$other"; then
             nodes+=("$other")
         fi

@@ -54,7 +54,7 @@ class Hdfs(Server):
         return {key.removeprefix(VARIABLE): value for key, value in found if key.startswith(VARIABLE)}
 
     def kill(self, node: str) -> None:
-        """Kills `namenode` or one of `datanode0` to `datanode2`, which stays dead until `restart`."""
+        """Kills a node, such as `namenode` or `datanode0`, which stays dead until `restart`."""
         os.kill(int((self.directory / f"{node}.pid").read_text()), signal.SIGKILL)
 
     def restart(self, node: str) -> None:
@@ -89,7 +89,7 @@ def running(name: str) -> Iterator[Server]:
 
 
 @contextmanager
-def running_hdfs() -> Iterator[Hdfs]:
-    """An HDFS, as `running` does."""
-    with started("hdfs") as line:
+def running_hdfs(name: str = "hdfs") -> Iterator[Hdfs]:
+    """An HDFS, or `hdfs-ha` or `hdfs-kerberos`, as `running` does."""
+    with started(name) as line:
         yield Hdfs(line)

@@ -9,7 +9,8 @@
 //!    * It is not: own files go if none of them was changed for the given age. Empty directories go in a later sweep,
 //!      when they were not changed for that long either: a save that begins makes them before its files.
 //! 3. Of the records of what saves and loads did, the oldest beyond [`RECORDS_MAX`] go.
-//! 4. Uploads that were begun before that age, and temporary objects that were not changed since, go too.
+//! 4. Uploads that were begun before that age, and temporary objects that were not changed since, go too; the latter
+//!    also from among the records.
 //!
 //! A save that takes longer than [`SAVE_MAX`] fails instead of committing, and the age is at least twice that: on each
 //! rank its first file was begun less than that before the rank's receipt, and rank 0 publishes less than that after it
@@ -129,9 +130,8 @@ pub fn sweep_in(
     }
     progress(places.len() as u64, places.len() as u64);
     if is_run {
-        let temporary = |entry: &&Entry| !entry.is_dir && is_temporary(&entry.name) && is_old(entry.modified);
-        let objects: Vec<&Entry> = entries.iter().filter(temporary).collect();
-        let objects = objects.iter().map(|entry| (entry.name.clone(), entry.bytes)).collect();
+        let stale = entries.iter().filter(|entry| sweep.is_stale(entry));
+        let objects = stale.map(|entry| (entry.name.clone(), entry.bytes)).collect();
         sweep.remove(objects, &[], &mut swept)?;
         sweep.records(&mut swept)?;
     }
@@ -220,17 +220,24 @@ impl Sweep<'_> {
         Ok(Age::Old)
     }
 
-    /// Performs step 3.
+    /// Performs step 3, and step 4 for the objects beside the records.
     fn records(&self, swept: &mut Swept) -> Result<()> {
-        let is_ours = |name: &str| parse_record_name(name).is_some() || is_end_name(name);
-        let mut records: Vec<Entry> = match retry(self.timeout, || Ok(self.store.list(TELEMETRY)?)) {
+        let is_record = |entry: &Entry| parse_record_name(&entry.name).is_some() || is_end_name(&entry.name);
+        let entries = match retry(self.timeout, || Ok(self.store.list(TELEMETRY)?)) {
             Err(error) if error.kind == Kind::NotFound => return Ok(()),
-            entries => entries?.into_iter().filter(|entry| is_ours(&entry.name)).collect(),
+            entries => entries?,
         };
-        records.sort_by(|a, b| a.name.cmp(&b.name));
-        records.truncate(records.len().saturating_sub(RECORDS_MAX));
-        let objects = records.iter().map(|record| (contents::join(TELEMETRY, &record.name), record.bytes)).collect();
+        let (mut going, others): (Vec<Entry>, Vec<Entry>) = entries.into_iter().partition(is_record);
+        going.sort_by(|a, b| a.name.cmp(&b.name));
+        going.truncate(going.len().saturating_sub(RECORDS_MAX));
+        going.extend(others.into_iter().filter(|entry| self.is_stale(entry)));
+        let objects = going.iter().map(|entry| (contents::join(TELEMETRY, &entry.name), entry.bytes)).collect();
         self.remove(objects, &[], swept)
+    }
+
+    /// Returns whether an entry is a temporary object that was not changed for the given age.
+    fn is_stale(&self, entry: &Entry) -> bool {
+        !entry.is_dir && is_temporary(&entry.name) && (self.is_old)(entry.modified)
     }
 
     /// Performs step 2 for a directory without a commit.

@@ -88,6 +88,7 @@ fn debris_goes_and_nothing_else_does() {
         (format!("{third}/model/00000-000-{ATTEMPT}.safetensors"), 2 * DAY),
         (format!("{third}/manifest-{ATTEMPT}"), DAY + Duration::from_secs(60)),
         (format!(".tmp-{ATTEMPT}"), 2 * DAY),
+        (format!("{TELEMETRY}/.tmp-{ATTEMPT}"), 2 * DAY),
     ];
     for (name, age) in &debris {
         leave(below(name), *age);
@@ -99,6 +100,7 @@ fn debris_goes_and_nothing_else_does() {
         (format!("{third}/model/mine.safetensors"), 2 * DAY),
         ("logs/manifest-0123456789abcdef".to_owned(), 2 * DAY),
         (".tmp-fedcba9876543210".to_owned(), DAY / 2),
+        (format!("{TELEMETRY}/.tmp-fedcba9876543210"), DAY / 2),
     ];
     for (name, age) in &others {
         leave(below(name), *age);

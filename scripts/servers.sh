@@ -268,7 +268,8 @@ configure_hdfs() {
         echo '<configuration>'
         property dfs.namenode.name.dir "file://$dir/namenode"
         property dfs.namenode.http-address "$(<"$dir/namenode.http")"
-        property dfs.datanode.hostname 127.0.0.1
+        # A client that is told to reach DataNodes by name reaches a proxy that listens there, if there is one.
+        property dfs.datanode.hostname 127.0.0.2
         property dfs.namenode.datanode.registration.ip-hostname-check false
         property dfs.permissions.enabled true
         property dfs.replication "${#datanodes[@]}"

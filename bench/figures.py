@@ -22,6 +22,12 @@ DEEPSPEED, ACCELERATE = "DeepSpeed", "accelerate"
 FULLY, BY_DP = "fully_reshardable", "dp_reshardable"
 """Megatron-Core's ways to save its distributed optimizer."""
 
+ONE_STREAM = ("hdfs-native, one stream", "Hadoop's FsShell")
+"""Clients of HDFS that move a file on one connection."""
+
+FAR, NEAR = "HDFS", "local"
+"""Places of the measure of HDFS."""
+
 Figures = dict[str, object]
 """What a measure found, as it goes into the JSON file."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from figures import ACCELERATE, BY_DP, DEEPSPEED, FULLY, OURS, OURS_ASYNC, median, table
+from figures import ACCELERATE, BY_DP, DEEPSPEED, FAR, FULLY, NEAR, ONE_STREAM, OURS, OURS_ASYNC, median, table
 from ranks import CONSTANT_BYTES
 
 Row = tuple[str, str, str, bool]
@@ -24,6 +24,7 @@ def show(results: dict[str, Any]) -> None:
         "transfer": _transfer,
         "resharding": _resharding,
         "stores": _stores,
+        "hdfs": _hdfs,
         "planning": _planning,
         "telemetry": _telemetry,
     }
@@ -229,6 +230,42 @@ def _stores(found: dict[str, Any]) -> list[Row]:
                 for rival in (rival for rival in times if rival.startswith("DCP with fsspec")):
                     text = f"{times[rival]:.1f} ×"
                     rows.append((f"{part}, {name}", f"10 × as fast as {rival}", text, times[rival] >= 10))
+    return rows
+
+
+def _hdfs(found: dict[str, Any]) -> list[Row]:
+    if "not measured" in found:
+        return []
+    rows: list[Row] = []
+    for part in ("durable save", "cold load"):
+        of_streams = found["slow"][part]["of_streams"]["median"]
+        rows.append((f"{part}, slow streams", "0.9 of streams × 20 MB/s", f"{of_streams:.2f}", of_streams >= 0.9))
+        for rival, times in found["slow"][part]["times"].items():
+            if rival in ONE_STREAM:
+                text = f"{times['median']:.1f} ×"
+                rows.append((f"{part}, slow streams", f"6 × {rival}", text, times["median"] >= 6))
+        of_part = found["plain"][part]
+        if OURS in of_part["of_ceiling"]:
+            own = of_part["of_ceiling"][OURS]["median"]
+            rows.append((f"{part}, HDFS", "0.9 of the best bare client", f"{own:.2f}", own >= 0.9))
+            for rival, times in of_part["times_rival"].items():
+                text = f"{times['median']:.2f} ×"
+                rows.append((f"{part}, HDFS", f"faster than {rival}", text, times["median"] > 1))
+    calls = found["calls"]
+    for verb, allowed in (("save", "allowed"), ("load", "load_allowed")):
+        reached = calls[verb] <= calls[allowed]
+        rows.append((f"calls of a {verb} to the NameNode", f"at most {calls[allowed]}", f"{calls[verb]}", reached))
+    concat = found["concat_ms"]["median"]
+    rows.append(("concat of 16 sub-files", "20 ms", f"{concat:.1f} ms", concat <= 20))
+    for part in ("durable save", "cold load"):
+        beyond = (found["memory"][part] - found["memory"]["budget_bytes"]) >> 20
+        is_within = found["memory"][part] - found["memory"]["budget_bytes"] <= CONSTANT_BYTES
+        rows.append((f"memory of a {part}, HDFS", "budget + 64 MiB", f"budget + {beyond} MiB", is_within))
+    for state, places in found["stall_ms"].items():
+        far, near = places[FAR], places[NEAR]
+        reached = near["min"] <= far["median"] <= near["max"]
+        text = f"{far['median']:.2f} ms, {near['median']:.2f} local"
+        rows.append((f"stall, {state}, HDFS", "within the spread of a local one", text, reached))
     return rows
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import goals
+import hdfs
 import stall
 import stores
 import telemetry
@@ -46,6 +47,7 @@ MEASURES = {
     "stall": (stall.measure, "how long the call of an asynchronous save holds up the training"),
     "training": (training.measure, "what a save in the background costs the training; the wait before the step"),
     "stores": (stores.measure, "saves to S3 and loads from it: rates and processor time"),
+    "hdfs": (hdfs.measure, "saves to HDFS and loads from it: rates, calls, memory, stall"),
     "megatron": (
         elsewhere("megatron_core.py", "megatron", "megatron"),
         "Megatron-Core and its distributed optimizer beside Megatron's checkpoints",

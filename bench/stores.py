@@ -61,11 +61,23 @@ class StoreSystem(Protocol):
     def load(self, prefix: str, state: State) -> None: ...
 
 
+class Timed(Protocol):
+    """A server that tells its processor time."""
+
+    def cpu_s(self) -> float: ...
+
+
+class Place(Protocol):
+    """A server that knows Shardfast's URLs."""
+
+    def url(self, prefix: str) -> str: ...
+
+
 class Ours:
     name = OURS
     note = "sf.save and sf.load; checksums written and verified, atomic commit"
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Place) -> None:
         self.server = server
         self.shardfast = Shardfast()
 
@@ -341,21 +353,36 @@ def measure(settings: Settings) -> Figures:
     figures: dict[str, Any] = {}
     with running() as server:
         found: Found = run(_worker, settings, server, FAST, environment=server.environment)
-        figures["plain"] = show(settings, found, "S3 on this machine")
+        figures["plain"] = show(settings, found, "S3 on this machine", NOT_MEASURED)
         fewer = replace(settings, rounds=min(settings.rounds, ROUNDS_MAX), gigabytes=settings.gigabytes / 2)
         with behind(server, SLOW) as slow:
             found = run(_worker, fewer, slow, FAR, environment=slow.environment)
-        figures["slow"] = show(fewer, found, "S3, each connection with 20 MB/s and 30 ms")
+        figures["slow"] = show(fewer, found, "S3, each connection with 20 MB/s and 30 ms", NOT_MEASURED)
     return figures
 
 
 def _worker(settings: Settings, server: Server, way: Way) -> Found:
     state = sharded(settings.total_bytes, seed=1)
-    other = sharded(settings.total_bytes, seed=1000)
     found = Found(bytes_of(state))
-    ceiling = _Ceiling(settings, server, found, way)
+    ceiling = _s3_ceiling(settings, server, found, way)
     order, absent = store_systems(server)
     found.failed |= absent
+    in_rounds(settings, server, found, ceiling, order, way, state, lambda prefix: delete(server, prefix))
+    return found
+
+
+def in_rounds(
+    settings: Settings,
+    server: Timed,
+    found: Found,
+    ceiling: Ceiling,
+    order: list[StoreSystem],
+    way: Way,
+    state: State,
+    remove: Callable[[str], object],
+) -> None:
+    """Measures the ceiling and all systems in every round; ``remove`` removes what lies at a prefix."""
+    other = sharded(settings.total_bytes, seed=1000)
     found.notes = {system.name: system.note for system in order}
     ours = next(system for system in order if isinstance(system, Ours))
     for number in range(settings.warm_ups + settings.rounds):
@@ -368,7 +395,7 @@ def _worker(settings: Settings, server: Server, way: Way) -> Found:
                 continue
             prefix = f"run-{number}-{order.index(system)}"
             reason = attempt(_one, server, system, prefix, state, other, found if is_measured else None)
-            on_rank_0(lambda prefix=prefix: delete(server, prefix))
+            on_rank_0(lambda prefix=prefix: remove(prefix))
             if reason is not None:
                 found.failed[system.name] = reason
                 order.remove(system)
@@ -378,14 +405,13 @@ def _worker(settings: Settings, server: Server, way: Way) -> Found:
         {name: max(ranks[save].get(name, 0.0) for ranks in by_rank) for name in by_rank[0][save]}
         for save in range(len(reports))
     ]
-    return found
 
 
-def _one(server: Server, system: StoreSystem, prefix: str, state: State, other: State, found: Found | None) -> None:
-    saved, save_server_s = _timed(server, lambda: system.save(prefix, state))
+def _one(server: Timed, system: StoreSystem, prefix: str, state: State, other: State, found: Found | None) -> None:
+    saved, save_server_s = timed_beside(server, lambda: system.save(prefix, state))
     zero(other)
     drop_page_cache()
-    loaded, load_server_s = _timed(server, lambda: system.load(prefix, other))
+    loaded, load_server_s = timed_beside(server, lambda: system.load(prefix, other))
     expect_equal(other, state, system.name)
     if found is not None:
         for part, cost, seconds in zip(PARTS, (saved, loaded), (save_server_s, load_server_s), strict=True):
@@ -393,55 +419,63 @@ def _one(server: Server, system: StoreSystem, prefix: str, state: State, other: 
             found.server_s[part].setdefault(system.name, []).append(seconds)
 
 
-def _timed(server: Server, action: Callable[[], object]) -> tuple[Cost, float]:
+def timed_beside(server: Timed, action: Callable[[], object]) -> tuple[Cost, float]:
     """The cost on the side of the clients, and the server's processor seconds."""
     before = server.cpu_s()
     cost = timed(action)
     return cost, server.cpu_s() - before
 
 
-class _Ceiling:
-    """What bare clients reach: a sweep over all of them, then the best ones each round."""
+class Ceiling:
+    """What bare clients reach: a sweep over all of them, then the best ones each round.
 
-    def __init__(self, settings: Settings, server: Server, found: Found, way: Way) -> None:
-        self.server, self.found = server, found
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        share = found.bytes // dist.get_world_size()
-        self.data = torch.randint(0, 256, (share,), dtype=torch.uint8, generator=generator).numpy().tobytes()
-        clients, self.failed = bare_clients(server, way.depths[-1:] if settings.quick else way.depths)
+    Args:
+        server: Whose processor time stands beside.
+        found: Where the rates go.
+        data: What each client moves in a round.
+        clients: All of them.
+        sweep_share: The sweep moves so much of the data.
+        remove: Removes what the clients left.
+    """
+
+    def __init__(
+        self,
+        server: Timed,
+        found: Found,
+        data: bytes,
+        clients: list[Bare],
+        sweep_share: float,
+        remove: Callable[[], object],
+    ) -> None:
+        self.server, self.found, self.data, self.remove = server, found, data, remove
         self.key = f"bare-{dist.get_rank()}"
-        swept = self.data[: int(share * way.sweep_share)]
+        swept = self.data[: int(len(data) * sweep_share)]
         rates: dict[str, list[tuple[float, Bare]]] = {part: [] for part in PARTS}
         for client in clients:
             costs: list[Cost] = []
             reason = attempt(lambda client=client, costs=costs: costs.extend(self._both(client, swept)))
             if reason is not None:
-                self.failed[client.name] = reason
+                found.failed[client.name] = reason
                 continue
             for part, cost in zip(PARTS, costs, strict=True):
                 # Ranks measure slightly different times; they must choose the same.
                 rate = on_rank_0(lambda cost=cost: len(swept) * dist.get_world_size() / cost.seconds / 1e9)
                 found.sweep_gb_s[part][client.name] = rate
                 rates[part].append((rate, client))
-        found.failed |= self.failed
         self.best = {
             part: [client for _, client in sorted(of, key=lambda pair: -pair[0])[:BEST]] for part, of in rates.items()
         }
-        # A save has S3 verify a checksum of each part; the fastest client that does the same stands beside the others.
-        fastest = next((client for client in self.best[PARTS[0]] if isinstance(client, Obstore)), None)
-        if fastest is not None:
-            self.best[PARTS[0]].append(Obstore(server, fastest.part_bytes, fastest.depth, CHECKSUM))
         self.number = 0
 
     def _both(self, client: Bare, data: bytes) -> list[Cost]:
         return [self._put(client, data)[0], self._get(client, data)[0]]
 
     def _put(self, client: Bare, data: bytes) -> tuple[Cost, float]:
-        return _timed(self.server, lambda: client.put(self.key, data))
+        return timed_beside(self.server, lambda: client.put(self.key, data))
 
     def _get(self, client: Bare, data: bytes) -> tuple[Cost, float]:
         drop_page_cache()
-        return _timed(self.server, lambda: client.get(self.key, len(data)))
+        return timed_beside(self.server, lambda: client.get(self.key, len(data)))
 
     def round(self) -> None:
         """One transfer of all bytes by each of the best clients, uploads first: downloads need an object."""
@@ -451,10 +485,28 @@ class _Ceiling:
                 cost, seconds = move(client, self.data)
                 self.found.ceiling[part].setdefault(client.name, Costs()).add(cost)
                 self.found.server_s[part].setdefault(client.name, []).append(seconds)
-        on_rank_0(lambda: delete(self.server, "bare-"))
+        on_rank_0(self.remove)
 
 
-def show(settings: Settings, found: Found, where: str) -> Figures:
+def _s3_ceiling(settings: Settings, server: Server, found: Found, way: Way) -> Ceiling:
+    clients, absent = bare_clients(server, way.depths[-1:] if settings.quick else way.depths)
+    found.failed |= absent
+    data = noise(found.bytes // dist.get_world_size())
+    ceiling = Ceiling(server, found, data, clients, way.sweep_share, lambda: delete(server, "bare-"))
+    # A save has S3 verify a checksum of each part; the fastest client that does the same stands beside the others.
+    fastest = next((client for client in ceiling.best[PARTS[0]] if isinstance(client, Obstore)), None)
+    if fastest is not None:
+        ceiling.best[PARTS[0]].append(Obstore(server, fastest.part_bytes, fastest.depth, CHECKSUM))
+    return ceiling
+
+
+def noise(length: int) -> bytes:
+    """Bytes for this rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return bytes(torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator).numpy().tobytes())
+
+
+def show(settings: Settings, found: Found, where: str, absent: dict[str, str]) -> Figures:
     """Prints the tables; the figures for the file."""
     print(f"\n{where}: {found.bytes / 1e9:.2f} GB on {settings.processes} processes, {settings.rounds} rounds")
     for part, rates in found.sweep_gb_s.items():
@@ -462,24 +514,24 @@ def show(settings: Settings, found: Found, where: str) -> Figures:
         print(f"  sweep, {part}, GB/s: {text}")
     figures: dict[str, Any] = {"bytes": found.bytes, "sweep_gb_s": found.sweep_gb_s, "failed": found.failed}
     for part in PARTS:
-        figures[part] = _show_part(part, found)
+        figures[part] = show_part(part, found)
     title = "where a save of shardfast spends its time (milliseconds after the call, slowest rank, median)"
     figures["timeline_ms"] = timeline(title, found.phases)
     print("\nconfigurations")
     for name, note in found.notes.items():
         print(f"  {name}: {note}")
-    for name, reason in {**found.failed, **NOT_MEASURED}.items():
+    for name, reason in {**found.failed, **absent}.items():
         print(f"  not in the tables: {name}: {reason}")
     return figures
 
 
-def _ratio(values: Sequence[float], others: Sequence[float]) -> list[float]:
+def by_rounds(values: Sequence[float], others: Sequence[float]) -> list[float]:
     """Round by round; rivals take part in the first rounds only."""
     both = min(len(values), len(others))
     return ratio(values[:both], others[:both])
 
 
-def _show_part(part: str, found: Found) -> dict[str, Any]:
+def show_part(part: str, found: Found) -> dict[str, Any]:
     gigabytes = found.bytes / 1e9
     ceiling, costs = found.ceiling[part], found.costs[part]
     top = best(ceiling)
@@ -490,9 +542,9 @@ def _show_part(part: str, found: Found) -> dict[str, Any]:
     rows: list[list[object]] = []
     for name, cost in [*ceiling.items(), *ours_first(costs)]:
         rates = [gigabytes / one for one in cost.seconds()]
-        of_top = _ratio(ceiling[top].seconds(), cost.seconds())
+        of_top = by_rounds(ceiling[top].seconds(), cost.seconds())
         row: list[object] = [name, median(rates), spread(rates), median(of_top), spread(of_top)]
-        row.append(median(_ratio(rivals[rival].seconds(), cost.seconds())) if rival and name in costs else "")
+        row.append(median(by_rounds(rivals[rival].seconds(), cost.seconds())) if rival and name in costs else "")
         row += [median(client_s[name]), spread(client_s[name]), median(server_s[name])]
         rows.append(row)
     columns = ("GB/s", "(min .. max)", "of ceiling", "(min .. max)", "of best rival", "CPU s/GB", "", "server's CPU")
@@ -502,12 +554,14 @@ def _show_part(part: str, found: Found) -> dict[str, Any]:
         "ceiling": top,
         "clients": {name: [asdict(one) for one in cost.all] for name, cost in ceiling.items()},
         "systems": {name: [asdict(one) for one in cost.all] for name, cost in costs.items()},
-        "of_ceiling": {name: summary(_ratio(ceiling[top].seconds(), cost.seconds())) for name, cost in costs.items()},
+        "of_ceiling": {
+            name: summary(by_rounds(ceiling[top].seconds(), cost.seconds())) for name, cost in costs.items()
+        },
         "server_cpu_s_per_gb": {name: summary(seconds) for name, seconds in server_s.items()},
         "client_cpu_s_per_gb": {name: summary(seconds) for name, seconds in client_s.items()},
     }
     if OURS in costs:
         figures["times_rival"] = {
-            name: summary(_ratio(cost.seconds(), costs[OURS].seconds())) for name, cost in rivals.items()
+            name: summary(by_rounds(cost.seconds(), costs[OURS].seconds())) for name, cost in rivals.items()
         }
     return figures

@@ -385,7 +385,8 @@ configure_hdfs() {
     } >"$dir/conf/core-site.xml"
     {
         echo '<configuration>'
-        property dfs.datanode.hostname 127.0.0.1
+        # A client that is told to reach DataNodes by name reaches a proxy that listens there, if there is one.
+        property dfs.datanode.hostname 127.0.0.2
         property dfs.namenode.datanode.registration.ip-hostname-check false
         property dfs.permissions.enabled true
         property dfs.replication "${#datanodes[@]}"

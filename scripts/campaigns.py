@@ -127,6 +127,7 @@ STEPS = [
     Step("trainers' packages", ["scripts/frameworks.sh"]),
     *(Step(f"trainers' packages, {of[0]}", ["scripts/frameworks.sh", "with", *of]) for of in (*OLDER, *LOADERS)),
     Step("receivers of metrics and traces", ["scripts/receivers.sh"]),
+    Step("mounted file systems", ["scripts/mounted.sh"], after=(SERVERS,)),
     Step("Megatron-Core", ["scripts/megatron.sh"]),
     *(Step(f"Megatron-Core {version}", ["scripts/megatron.sh", "with", version]) for version in OLDER_MEGATRON),
     Step("pages in a browser", ["scripts/browser.sh"]),

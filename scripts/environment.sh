@@ -32,6 +32,30 @@ make_environment() {
     echo "$requirements" >"$at/requirements.stamp"
 }
 
+# unpack_packages PLACE PACKAGE=VERSION...: unpacks Debian's packages below PLACE without installing them; versions are
+# beginnings of Debian's.
+unpack_packages() {
+    local at=$1 package name version
+    shift
+    if is_stamped "$at" packages "$*"; then
+        return
+    fi
+    rm -rf "$at"
+    mkdir -p "$at"
+    for package in "$@"; do
+        name=${package%%=*} version=${package#*=}
+        echo "unpacking $name $version"
+        (cd "$at" && apt-get download --quiet=2 "$name")
+        if [[ -z $(compgen -G "$at/${name}_$version*.deb") ]]; then
+            echo "expected $name $version, found $(cd "$at" && ls ./*.deb)" >&2
+            return 1
+        fi
+        dpkg-deb --extract "$at/$name"_*.deb "$at"
+        rm "$at/$name"_*.deb
+    done
+    echo "$*" >"$at/packages.stamp"
+}
+
 # install_what_is_tested NAME: puts the shardfast of .venv into target/NAME. Its extension is of Python's stable ABI and
 # links with no framework, so nothing is compiled again.
 install_what_is_tested() {

@@ -8,24 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 readonly at=$PWD/target/receivers
-readonly packages=(prometheus prometheus-alertmanager tmux libevent-core-2.1-7 libutempter0)
-readonly versions=(2.42 0.25 3.3 2.1 1.2)
-
-if ! is_stamped "$at" packages "${packages[*]} ${versions[*]}"; then
-    rm -rf "$at"
-    mkdir -p "$at"
-    for i in "${!packages[@]}"; do
-        echo "receivers: unpacking ${packages[i]} ${versions[i]}"
-        (cd "$at" && apt-get download --quiet=2 "${packages[i]}")
-        [[ -n $(compgen -G "$at/${packages[i]}_${versions[i]}*.deb") ]] || {
-            echo "receivers: expected ${packages[i]} ${versions[i]}, found $(cd "$at" && ls ./*.deb)" >&2
-            exit 1
-        }
-        dpkg-deb --extract "$at/${packages[i]}"_*.deb "$at"
-        rm "$at/${packages[i]}"_*.deb
-    done
-    echo "${packages[*]} ${versions[*]}" >"$at/packages.stamp"
-fi
+unpack_packages "$at" prometheus=2.42 prometheus-alertmanager=0.25 tmux=3.3 libevent-core-2.1-7=2.1 libutempter0=1.2
 
 readonly collector=tests/receivers/collector
 built=$(cat "$collector"/{main.go,go.mod,go.sum} | digest)

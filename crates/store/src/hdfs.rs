@@ -297,7 +297,12 @@ impl Cluster {
             return Ok(());
         }
         let requests = Requests { puts: 1, ..Requests::default() };
-        self.call(op, name, requests, self.client.mkdirs(dir, self.dir_permission, true))?;
+        match self.call(op, name, requests, self.client.mkdirs(dir, self.dir_permission, true)) {
+            Err(error) if error.kind == Kind::Conflict => {
+                return Err(self.fail(Kind::Invalid, op, name, format!("expected a directory at {dir}, found a file")));
+            }
+            done => done?,
+        }
         made().insert(dir.to_owned());
         Ok(())
     }

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import adapters as frameworks
 from . import native
+from .capture.background import Background, interpreter_ends
 from .capture.durations import Durations
 from .capture.in_flight import REST_S, Pending, in_flight
 from .capture.multistep import Ahead
@@ -36,10 +37,6 @@ IN_FLIGHT_MAX = 2
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _one_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardfast-commit")
 
 
 def _one_at_a_time(method: Callable[Concatenate[Checkpointer, P], T]) -> Callable[Concatenate[Checkpointer, P], T]:
@@ -166,7 +163,7 @@ class Checkpointer:
         self._spared: set[str] = set()
         # The steps whose saves were begun, in that order.
         self._made: list[int] = []
-        self._background, self._process = _one_thread(), os.getpid()
+        self._background, self._process = Background(), os.getpid()
         # Work that is not done before the first save stops the training then.
         frameworks.active()
         frameworks.built_on_others()
@@ -403,12 +400,9 @@ class Checkpointer:
     def _expect_open(self, step: int) -> None:
         reason = "this checkpointer is closed"
         if not self._closed:
-            try:
-                self._in_background(int)
-            except RuntimeError:
-                reason = "the interpreter ends, and runs what was registered with atexit: save before the program ends"
-            else:
+            if not interpreter_ends():
                 return
+            reason = "the interpreter ends, and runs what was registered with atexit: save before the program ends"
         raise Invalid(f"{self.url}: step {step} cannot be saved: {reason}")
 
     def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
@@ -444,7 +438,7 @@ class Checkpointer:
     def _in_background(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Runs work after what is in the background; a forked child has no thread of its parent's."""
         if self._process != os.getpid():
-            self._background, self._process = _one_thread(), os.getpid()
+            self._background, self._process = Background(), os.getpid()
         return self._background.submit(work, *arguments)
 
     def _conclude(
@@ -540,7 +534,7 @@ class Checkpointer:
         try:
             self._settle(0)
         finally:
-            self._background.shutdown()
+            self._background.wait()
             for pending in newest:
                 pending.over(REST_S)
         if self._is_root and self._made and not was_closed and sys.exc_info()[0] is None:

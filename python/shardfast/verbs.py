@@ -123,13 +123,16 @@ def save_async(
     ``load_state_dict`` wait until that is done, and so do :func:`load` and the next save. Call :meth:`Pending.staged`
     before modifying them any other way; otherwise the save fails on every rank and leaves no checkpoint. Writes that
     PyTorch's version counters do not count (through ``.data``, by foreign code) are noticed only in part. Writing,
-    flushing and the commit go on in the background; a process that ends waits for them.
+    flushing and the commit go on in the background; a process that ends waits for them, and a call while it ends until
+    the save is durable.
 
     The arguments are those of :func:`save`. So are the errors: this call raises what fails before it returns, the
     :class:`Pending` everything else.
     """
     session, describer = _describer(timeout_s, process_group)
-    return begin(
+    # In a callback of atexit, behind the one that waits for saves, nothing waits for this one but the call itself.
+    is_last = in_flight.is_over
+    pending = begin(
         session,
         describer,
         url,
@@ -140,7 +143,11 @@ def save_async(
         prove=prove,
         prove_except=prove_except,
         timeout_s=timeout_s,
+        blocking=is_last,
     )
+    if is_last:
+        pending.waited()
+    return pending
 
 
 # Each session's last state, as described for the plain verbs.

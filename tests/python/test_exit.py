@@ -130,6 +130,76 @@ optimizer.step()
     assert is_whole(tmp_path / "second")
 
 
+@pytest.mark.parametrize("first", ["", "sf.save_async(run + '/other', state)"])
+def test_a_save_that_begins_as_the_interpreter_ends_is_durable_when_the_call_returns(run, tmp_path, first):
+    body = f"""
+def late():
+    pending = sf.save_async(run + "/second", state)
+    print(os.path.exists(run + "/second/COMMIT"), pending.done())
+
+last.append(late)
+{first}
+"""
+    assert run(body)[:2] == (0, "True True\n")
+    assert is_whole(tmp_path / "second")
+
+
+def test_a_save_that_fails_as_the_interpreter_ends_raises_that(run, tmp_path):
+    (tmp_path / "second").write_text("in the way")
+    body = """
+def late():
+    try:
+        sf.save_async(run + "/second", state)
+    except sf.Invalid:
+        print("raised")
+
+last.append(late)
+"""
+    code, out, err = run(body)
+    assert (code, out) == (0, "raised\n"), err
+    assert "failed" not in err
+
+
+@pytest.mark.parametrize("is_daemon", [False, True])
+def test_a_thread_trains_on_when_the_main_thread_has_returned(run, tmp_path, is_daemon):
+    """Python waits for a thread that is no daemon. One that is gets a refusal."""
+    body = f"""
+main = threading.main_thread()
+
+def train():
+    ckpt = sf.Checkpointer(run)
+    ckpt.step(1, state)
+    ckpt.wait()
+    begun.set()
+    while main.is_alive():
+        time.sleep(0.001)
+    for step in (2, 3, 4):
+        try:
+            ckpt.save(step, state)
+        except sf.Invalid as error:
+            print("the interpreter ends" in str(error), flush=True)
+            refused.set()
+            return
+        optimizer.step()
+        fill()
+
+def fill():
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data.fill_(number + 1)
+
+begun, refused = threading.Event(), threading.Event()
+last.append(lambda: refused.wait(20 * {is_daemon}))
+threading.Thread(target=train, daemon={is_daemon}).start()
+begun.wait()
+"""
+    code, out, err = run(body)
+    assert code == 0, err
+    if is_daemon:
+        assert out == "True\n", out
+    else:
+        assert out == "" and all(is_whole(tmp_path / f"step-0000000{step}") for step in (2, 3, 4)), (out, err)
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05])
 def test_a_killed_process_leaves_no_torn_checkpoint(run, tmp_path, after_s):
     """SIGTERM without a handler ends a process at once."""

@@ -80,6 +80,11 @@ class Access(enum.Flag):
     WRITE = enum.auto()
 
 
+def with_attributes(value, **attributes):
+    vars(value).update(attributes)
+    return value
+
+
 PLAIN = [
     None,
     True,
@@ -153,6 +158,9 @@ PLAIN = [
     random.Random(3).getstate(),
     np.random.RandomState(3).get_state(),
     np.random.default_rng(3).bit_generator.state,
+    with_attributes(collections.OrderedDict(b=1), _metadata=collections.OrderedDict({"": {"version": 2}}), b=[1]),
+    with_attributes(collections.Counter("abba"), why=(None, "x")),
+    [with_attributes(collections.OrderedDict(), of=with_attributes(collections.OrderedDict(), x=np.arange(3)))],
 ]
 
 
@@ -165,7 +173,8 @@ def same(one, other) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, dict):
-        return same(list(one.items()), list(other.items()))
+        attributes = [getattr(each, "__dict__", None) for each in (one, other)]
+        return same(list(one.items()), list(other.items())) and same(*attributes)
     if isinstance(one, (list, tuple, collections.deque)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, (types.SimpleNamespace, argparse.Namespace)):

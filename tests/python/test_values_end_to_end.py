@@ -1,5 +1,6 @@
 """Python values through real files and real ranks: every kind, every rank's own, and worlds that changed."""
 
+import collections
 import random
 import subprocess
 import sys
@@ -49,6 +50,54 @@ def test_every_kind_of_value_comes_back_from_a_checkpoint(tmp_path):
         assert [name for name, value in values.items() if not alike(inner[name], value)] == []
     assert alike(state["alone"], values["v37"])
     assert sorted(plan.values + plan.tensors) == sorted([*(f"extra/{n}" for n in values), "nested/deep", "alone/value"])
+
+
+class Migrating(torch.nn.Module):
+    """A layer of a second version; of the first one, it was saved in another unit."""
+
+    _version = 2
+
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((40_000,), value))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}w"] = state_dict[f"{prefix}w"] * 100
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+
+    def state_dict(self):
+        return {"model": self.model.state_dict(), "step": 3}
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state["model"])
+
+
+def test_a_state_dict_keeps_the_versions_that_stand_in_an_attribute_of_it(tmp_path):
+    for number, given in enumerate([Trainer, lambda model: sf.Stateful(model.state_dict, model.load_state_dict)]):
+        saved, loaded = Migrating(1.0), Migrating()
+        sf.save(tmp_path / f"{number}", {"it": given(saved)})
+        sf.load(tmp_path / f"{number}", {"it": given(loaded)})
+        assert bool((loaded.w == 1.0).all())
+
+
+def test_tensors_in_attributes_are_leaves(tmp_path):
+    value = collections.OrderedDict(a=torch.arange(140_000))
+    value.more = {"b": torch.arange(150_000), "a": value["a"]}
+    sf.save(tmp_path / "one", {"extra": {"it": [value]}})
+    with sf.mapped(tmp_path / "one") as checkpoint:
+        assert {"extra/it.0.a", "extra/it.0.__dict__.more.b"} <= set(checkpoint)
+    state = {"extra": {"it": None}}
+    sf.load(tmp_path / "one", state)
+    (back,) = state["extra"]["it"]
+    assert type(back) is collections.OrderedDict and vars(back).keys() == {"more"}
+    assert torch.equal(back["a"], value["a"]) and torch.equal(back.more["b"], value.more["b"])
+    assert back.more["a"] is back["a"]
 
 
 def tags_in(value):

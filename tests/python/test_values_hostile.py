@@ -344,7 +344,7 @@ FORMS = {
     "deque": "SL", "named_tuple": "CM", "namespace": "CM", "dataclass": "CM", "enum": "CTA", "path": "TT",
     "datetime": "IIIIIIIIZ", "date": "III", "time": "IIIIIZ", "timedelta": "III", "time_zone": "Z", "decimal": "T",
     "fraction": "II", "uuid": "U", "tensor_ref": "TT", "array": "TTHB", "numpy_scalar": "TB", "dtype": "TT",
-    "torch_size": "H", "torch_device": "T", "pickle": "B",
+    "torch_size": "H", "torch_device": "T", "pickle": "B", "attributed": "OM",
 }  # fmt: skip
 """Each tag's payload, loosely: what is of another form is refused when it is encoded."""
 
@@ -371,6 +371,7 @@ def part(dice, form, depth):
         "A": lambda: lowered(dice, depth - 1),
         "L": lambda: [lowered(dice, depth - 1) for _ in range(below)],
         "D": lambda: {a_key(dice, depth): lowered(dice, depth - 1) for _ in range(below)},
+        "O": lambda: Tagged(dice.choice(["ordered_dict", "counter"]), part(dice, "D", depth)),
         "M": lambda: {dice.choice([*TEXTS, "x", "y", "lr"]): lowered(dice, depth - 1) for _ in range(below)},
         "0L": list, "0D": dict, "0M": dict,
     }  # fmt: skip

@@ -124,6 +124,16 @@ _int, _str, _bytes, _list, _map, _float = _is(int), _is(str), _is(bytes), _is(li
 _zone = _null_or(lambda v: isinstance(v, datetime.tzinfo) or (isinstance(v, Tagged) and v.name == "time_zone"))
 
 
+def _attributable(value: Any) -> bool:
+    return type(value) in (collections.OrderedDict, collections.Counter)
+
+
+def _make_attributed(payload: Any) -> Any:
+    made, attributes = payload
+    vars(made).update(attributes)
+    return made
+
+
 def _keep(name: str) -> Callable[[Any], Any]:
     return lambda payload: Tagged(name, payload)
 
@@ -163,6 +173,7 @@ TAGS: list[tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = [
     ("torch_size", _ints, _keep("torch_size")),
     ("torch_device", _str, _keep("torch_device")),
     ("pickle", _bytes, _keep("pickle")),
+    ("attributed", _items(_attributable, _fields), _make_attributed),
 ]
 FIRST_TAG = 57_600
 DEPTH_MAX = 64

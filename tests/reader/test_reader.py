@@ -210,6 +210,12 @@ def test_required_features(requires: str | None, error: type[Exception] | None) 
             reader.check_requires(requires)
 
 
+def _attributed() -> Any:
+    made = collections.OrderedDict([(30, 1), ("a", 2)])
+    vars(made).update(x=1, y=None)
+    return made
+
+
 # What the specification's table of tags says, as bytes and as Python has it.
 VALUES: list[tuple[str, Any]] = [
     ("17", 23),
@@ -247,6 +253,7 @@ VALUES: list[tuple[str, Any]] = [
     ("d9e11a82656d6f64656c6177", objects.Tagged("tensor_ref", ["model", "w"])),
     ("d9e11b8465746f72636865696e74313681024401000200", objects.Tagged("array", ["torch", "int16", [2], b"\1\0\2\0"])),
     ("d9e1204480044e2e", objects.Tagged("pickle", b"\x80\x04N.")),
+    ("d9e12182d9e109a2181e01616102a26178016179f6", _attributed()),
 ]
 
 
@@ -255,6 +262,7 @@ def test_values(encoded: str, value: Any) -> None:
     found = objects.decode_object(bytes.fromhex(encoded))
     assert type(found) is type(value)
     assert repr(found) == repr(value) or found == value
+    assert getattr(found, "__dict__", None) == getattr(value, "__dict__", None)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +284,8 @@ def test_values(encoded: str, value: Any) -> None:
         "d9e100d9e10080",
         "d9e1198101",
         "d9e11b84636a61786178810141ff",
+        "d9e12182a0a0",
+        "d9e12182d9e109a0a10102",
         "81" * 65 + "f6",
     ],
 )

@@ -498,6 +498,15 @@ class Bundle(Protocol):
     def merges(self, name: str) -> bool:
         """Whether a load needs every rank's copy of the value ``name`` instead of one."""
 
+    def descriptions(self) -> Mapping[str, str]:
+        """The values that describe other leaves, such as their version: by leaf name the beginning of their names.
+
+        A load reads one with any of those leaves, whatever the user selects. It may be absent here or in a checkpoint.
+        """
+
+    def describes(self, name: str) -> bool:
+        """Whether a saved value of that name is such a description, also of what is not here or has none here."""
+
     def renamed(self, name: str, parameter: Callable[[str], str]) -> str:
         """The name of a saved leaf when parameters were renamed as ``parameter`` says (from FQN to FQN)."""
 
@@ -510,6 +519,7 @@ class Bundle(Protocol):
         strict: bool,
         absent: Sequence[str] = (),
         decisive: Mapping[str, int] = {},
+        filled: Collection[str] = (),
     ) -> Restored:
         """Checks what was loaded and returns the call that installs it.
 
@@ -520,6 +530,7 @@ class Bundle(Protocol):
             strict: Whether values must cover all that is here.
             absent: Leaves that are here and not in the checkpoint, of those that :meth:`drops` names.
             decisive: For a value that merges, how many of the copies decide: the first ones, each over those behind it.
+            filled: Leaves that are here and were loaded, of a bundle with descriptions.
 
         Raises:
             Refused: If the values do not fit; nothing has changed then.

@@ -58,6 +58,7 @@ class Received:
         values: Its loaded values, likewise.
         absent: Leaves that it has and the checkpoint does not, which it drops.
         decisive: Of values that merge the number of copies that decide, by leaf name.
+        filled: Leaves that it has and that are loaded, if it has descriptions.
     """
 
     entry: BundleEntry
@@ -66,6 +67,7 @@ class Received:
     values: dict[str, object] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     decisive: dict[str, int] = field(default_factory=dict)
+    filled: set[str] = field(default_factory=set)
 
 
 class Bound(NamedTuple):
@@ -153,6 +155,7 @@ class Installation:
                     strict=self.options.strict,
                     absent=bundle.absent,
                     decisive=bundle.decisive,
+                    filled=bundle.filled,
                 )
             except Refused as refused:
                 raise Invalid(f"{entry.place}: {refused}") from refused

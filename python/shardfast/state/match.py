@@ -441,7 +441,9 @@ class Match:
     def _bundle(self, entry: BundleEntry) -> None:
         bundle = Received(entry, self._names.present(entry))
         self.installation.bundles.append(bundle)
-        tensors, values = entry.tensors(), entry.bundle.values()
+        described = entry.bundle.descriptions()
+        tensors = entry.tensors()
+        values = {name: value for name, value in entry.bundle.values().items() if name not in described}
         # A saved bundle is complete; its values, which are always saved, show that it was saved.
         is_saved = any(
             (entry.key, entry.prefix + name) in self._ours
@@ -466,11 +468,23 @@ class Match:
             leaf = self._find(entry.key, entry.prefix + name) if name not in absent and not stays else None
             if leaf is not None:
                 self._accept(bundle, name, leaf, value)
+        if described:
+            missing = set(self.plan.missing)
+            named = ((name, f"{entry.key}/{entry.prefix}{name}") for name in [*tensors, *values])
+            bundle.filled.update(name for name, at in named if self._options.selects(at) and at not in missing)
+        for name, above in described.items():
+            ends = [one.removeprefix(above) for one in bundle.filled if one.startswith(above)]
+            leaf = self._description(entry, above, name.removeprefix(above), ends)
+            if ends and isinstance(leaf, SavedObject):
+                self._accept(bundle, name, leaf, None)
         # For state that is made lazily the checkpoint shows what there will be.
         owned = {other.index for below in self._referred.values() for other in below}
         for (key, name), leaf in self._ours.items():
             below = name.removeprefix(entry.prefix)
             if key != entry.key or not name.startswith(entry.prefix) or below in tensors or below in values:
+                continue
+            if isinstance(leaf, SavedObject) and entry.bundle.describes(below):
+                self._touched.add(leaf.index)
                 continue
             is_selected = leaf.index not in owned and self._options.selects(f"{key}/{name}")
             is_master = self._masters.is_superseded(leaf, entry, below)
@@ -478,6 +492,18 @@ class Match:
                 self._accept(bundle, below, leaf, None)
             elif is_selected and is_master:
                 self._touched.add(leaf.index)  # not needed
+
+    def _description(self, entry: BundleEntry, above: str, name: str, ends: Sequence[str]) -> SavedLeaf | None:
+        """The saved description, called ``name``, of leaves whose names here are ``above`` and one of ``ends``.
+
+        It stands beside these in the checkpoint, where ``rename`` may have named them alone.
+        """
+        for one in ends:
+            leaf = self._ours.get((entry.key, f"{entry.prefix}{above}{one}"))
+            was = leaf.name.removesuffix(one) if leaf is not None and leaf.name.endswith(one) else None
+            if leaf is not None and was is not None and (was == "" or was.endswith(".")):
+                return self._saved.get((leaf.key, was + name))
+        return self._ours.get((entry.key, f"{entry.prefix}{above}{name}"))
 
     def _accept(self, bundle: Received, name: str, leaf: SavedLeaf, current: object) -> None:
         entry = bundle.entry

@@ -44,6 +44,9 @@ INTEGER_BITS_MAX = 1 << 15
 Trail = tuple[object, ...]
 """Keys and indices from an entry of the state down to a value in it."""
 
+_ATTRIBUTES = "__dict__"
+"""The step of a trail to the attributes of a dict."""
+
 _FACTORIES = {
     f"builtins:{kind.__name__}": kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set)
 }
@@ -231,9 +234,9 @@ class _Lower:
         if kind in (tuple, set, frozenset):
             return Tagged(kind.__name__, self._items(value, trail))
         if kind is collections.OrderedDict:
-            return Tagged("ordered_dict", self._map(value, trail))
+            return self._attributed("ordered_dict", value, trail)
         if kind is collections.Counter:
-            return Tagged("counter", self._map(value, trail))
+            return self._attributed("counter", value, trail)
         if kind is collections.deque:
             return Tagged("deque", [value.maxlen, self._items(value, trail)])
         if kind is collections.defaultdict:
@@ -244,6 +247,12 @@ class _Lower:
         if kind is slice:
             return Tagged("slice", self._items((value.start, value.stop, value.step), trail))
         return self._scalar(value) or self._record(value, trail)
+
+    def _attributed(self, tag: str, value: Any, trail: Trail) -> Tagged:
+        """A dict that may have attributes, too, such as the versions in PyTorch's state dicts."""
+        lowered = Tagged(tag, self._map(value, trail))
+        attributes = self._map(vars(value), (*trail, _ATTRIBUTES))
+        return Tagged("attributed", [lowered, attributes]) if attributes else lowered
 
     def _tensor(self, adapter: Adapter, tensor: object, trail: Trail) -> object:
         try:
@@ -537,6 +546,10 @@ class _Raise:
             return self._how.referred(*payload)
         if tag == "ordered_dict":
             return collections.OrderedDict(self._map(payload, trail))
+        if tag == "attributed":
+            attributed = self.value(payload[0], trail)
+            vars(attributed).update(self._map(payload[1], (*trail, _ATTRIBUTES)))
+            return attributed
         if tag == "counter":
             counter: collections.Counter[Any] = collections.Counter()
             counter.update(self._map(payload, trail))

@@ -82,11 +82,13 @@ pub enum Tag {
     TorchDevice,
     /// A pickle, which holds code: written and read only with the user's explicit permission.
     Pickle,
+    /// `collections.OrderedDict`, `collections.Counter` with attributes: `[that, map from attribute to value]`.
+    Attributed,
 }
 
 impl Tag {
     /// All tags, by number.
-    pub const ALL: [Tag; 33] = [
+    pub const ALL: [Tag; 34] = [
         Tag::Tuple,
         Tag::Set,
         Tag::FrozenSet,
@@ -120,6 +122,7 @@ impl Tag {
         Tag::TorchSize,
         Tag::TorchDevice,
         Tag::Pickle,
+        Tag::Attributed,
     ];
 
     /// Returns the CBOR tag number.
@@ -169,6 +172,7 @@ impl Tag {
             Tag::TorchSize => "torch_size",
             Tag::TorchDevice => "torch_device",
             Tag::Pickle => "pickle",
+            Tag::Attributed => "attributed",
         }
     }
 
@@ -235,6 +239,13 @@ impl Tag {
                 (matches!(items(value), Some([f, Value::Str(_)]) if framework(f)), "[\"torch\" or \"numpy\", name]")
             }
             Tag::TorchSize => (matches!(value, Value::List(v) if ints(v)), "a list of integers"),
+            Tag::Attributed => (
+                matches!(
+                    items(value),
+                    Some([Value::Tagged(Tag::OrderedDict | Tag::Counter, _), fields]) if named(fields)
+                ),
+                "[ordered_dict or counter, map from attribute to value]",
+            ),
         };
         (!fits).then_some(expected)
     }
@@ -345,7 +356,7 @@ mod tests {
             assert_eq!(Tag::from_number(tag.number()), Some(tag));
             assert_eq!(Tag::from_name(tag.name()), Some(tag));
         }
-        for number in [0, 2, 57_599, 57_633, u64::MAX] {
+        for number in [0, 2, 57_599, 57_634, u64::MAX] {
             assert_eq!(Tag::from_number(number), None);
         }
     }

@@ -86,7 +86,7 @@ const MANIFEST_COLUMNS: &str = "
     61666574656e736f7273
 ";
 
-const OBJECTS: [(&str, &str); 33] = [
+const OBJECTS: [(&str, &str); 34] = [
     ("tuple", "d9e10082016161"),
     ("set", "d9e10182016161"),
     ("frozenset", "d9e10282016161"),
@@ -120,6 +120,7 @@ const OBJECTS: [(&str, &str); 33] = [
     ("torch_size", "d9e11e820203"),
     ("torch_device", "d9e11f66637564613a31"),
     ("pickle", "d9e1204480044e2e"),
+    ("attributed", "d9e12182d9e109a2181e01616102a26178016179f6"),
 ];
 
 fn unhex(hex: &str) -> Vec<u8> {

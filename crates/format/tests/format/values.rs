@@ -56,5 +56,6 @@ pub(crate) fn payload(tag: Tag) -> Value {
         Tag::TorchSize => list(vec![int(2), int(3)]),
         Tag::TorchDevice => text("cuda:1"),
         Tag::Pickle => Value::Bytes(b"\x80\x04N.".to_vec()),
+        Tag::Attributed => list(vec![tagged(Tag::OrderedDict, payload(Tag::OrderedDict)), fields()]),
     }
 }

@@ -188,6 +188,9 @@ fn in_payload(tag: Tag, a: &Value, b: &Value, path: &mut String) -> std::result:
             (Tag::Deque, [head, Value::List(left)], [other, Value::List(right)]) if is_same(head, other) => {
                 Ok(in_items(left, right, path))
             }
+            (Tag::Attributed, [left, head], [right, other]) if is_same(head, other) => {
+                Ok(difference(left, right, path))
+            }
             (Tag::Array, [head @ .., Value::Bytes(left)], [other @ .., Value::Bytes(right)])
                 if is_same_list(head, other) && left.len() == right.len() =>
             {
@@ -327,6 +330,10 @@ mod tests {
             tagged(Tag::Array, list(&[text("some"), text("int16"), shape, Value::Bytes(bytes.to_vec())]))
         };
         let class = |name: &str, fields: Value| tagged(Tag::Dataclass, list(&[text(name), fields]));
+        let attributed = |item: i64, attribute: i64| {
+            let items = tagged(Tag::OrderedDict, dict(&[("a", int(item))]));
+            tagged(Tag::Attributed, list(&[items, dict(&[("v", int(attribute))])]))
+        };
         let cases = [
             (int(1), int(2), ": 1 2"),
             (int(1), Value::Bool(true), ": 1 True"),
@@ -343,6 +350,12 @@ mod tests {
                 "[0]: 1 2",
             ),
             (tagged(Tag::Set, list(&[int(1)])), tagged(Tag::Set, list(&[int(2)])), ": {1} {2}"),
+            (attributed(1, 3), attributed(2, 3), "[\"a\"]: 1 2"),
+            (
+                attributed(1, 3),
+                attributed(1, 4),
+                r#": attributed([ordered_dict({"a": 1}), {"v": 3}]) attributed([ordered_dict({"a": 1}), {"v": 4}])"#,
+            ),
             (Value::Float(0.0), Value::Float(-0.0), ": 0.0 -0.0"),
             (Value::Bytes(b"abcd".to_vec()), Value::Bytes(b"abxd".to_vec()), r#"[2:]: b"cd" b"xd""#),
             (Value::Bytes(b"ab".to_vec()), Value::Bytes(b"a".to_vec()), r#"[1:]: b"b" b"""#),

@@ -9,6 +9,7 @@ elements, the last ones padded. Tried with DeepSpeed 0.19.8; of what it keeps to
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import re
@@ -52,7 +53,9 @@ class DeepSpeedModules(Modules):
         super().__init__([engine.module])
 
     def _state_of(self, module: nn.Module) -> Mapping[str, Any]:
-        state = {name: one for name, one in module.state_dict(keep_vars=True).items() if name not in self._left_out}
+        state: dict[str, Any] = copy.copy(module.state_dict(keep_vars=True))
+        for name in self._left_out.intersection(state):
+            del state[name]
         for name, value in state.items():
             if is_partitioned(value):
                 state[name] = self._parts.setdefault(id(value), _part(name, value))
@@ -133,9 +136,12 @@ class DeepSpeedModules(Modules):
         strict: bool,
         absent: Sequence[str] = (),
         decisive: Mapping[str, int] = {},
+        filled: Collection[str] = (),
     ) -> Restored:
         begin_load(self._engine.optimizer)
-        return super().restore(created, values, parameter, strict=strict, absent=absent, decisive=decisive)
+        return super().restore(
+            created, values, parameter, strict=strict, absent=absent, decisive=decisive, filled=filled
+        )
 
     def _release(self) -> None:
         super()._release()

@@ -301,6 +301,7 @@ class DeepSpeedOptimizers(MasterOptimizers):
         strict: bool,
         absent: Sequence[str] = (),
         decisive: Mapping[str, int] = {},
+        filled: Collection[str] = (),
     ) -> Restored:
         if "param_groups" in values:
             _loading.add(self._zero)

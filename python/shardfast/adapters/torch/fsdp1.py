@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -227,8 +228,10 @@ class FsdpModules(Modules):
         if not _is_wrapped(module):
             return super()._state_of(module)
         expect_understood_module(module)
-        state: dict[str, Any] = {}
-        _collect(module, "", state)
+        state: OrderedDict[str, Any] = OrderedDict()
+        metadata: dict[str, dict[str, Any]] = {}
+        state._metadata = metadata  # type: ignore[attr-defined]  # as PyTorch's own
+        _collect(module, "", state, metadata)
         paths: dict[int, list[str]] = {}
         for path, part in module.named_modules(remove_duplicate=False):
             paths.setdefault(id(part), []).append(path)
@@ -281,8 +284,8 @@ def _is_flat(parameter: object) -> bool:
     return bool(getattr(parameter, "_is_flat_param", False))
 
 
-def _collect(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
-    """Collects ``module.state_dict(keep_vars=True)`` without the hooks of FSDP1, which gather.
+def _collect(module: nn.Module, prefix: str, state: dict[str, Any], metadata: dict[str, dict[str, Any]]) -> None:
+    """Collects ``module.state_dict(keep_vars=True)`` and its metadata without the hooks of FSDP1, which gather.
 
     Names keep what activation checkpointing adds to them, which its hooks would take away.
     """
@@ -292,13 +295,14 @@ def _collect(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
             "which would gather for that: give it get_extra_state() instead, or shard it with FSDP2 (fully_shard)"
         )
     own = vars(module)
+    metadata[prefix[:-1]] = {"version": module._version}
     for hook in own["_state_dict_pre_hooks"].values():
         if not _is_of_wrapper(hook):
             hook(module, prefix, True)
     operator.methodcaller("_save_to_state_dict", state, prefix, True)(module)
     for name, part in own["_modules"].items():
         if part is not None:
-            _collect(part, f"{prefix}{name}.", state)
+            _collect(part, f"{prefix}{name}.", state, metadata)
     for hook in own["_state_dict_hooks"].values():
         if not _is_of_wrapper(hook):
             raise Refused(

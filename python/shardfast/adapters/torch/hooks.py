@@ -6,10 +6,13 @@ unless they go through ``.data``, a fused kernel or foreign code.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import re
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -136,7 +139,53 @@ def _class_loads_by_itself(kind: type) -> bool:
     return not all(_is_of_torch(getattr(kind, name)) for name in _LOADS)
 
 
-def load_by_hooks(module: nn.Module, entries: Mapping[str, Any]) -> None:
+VERSION = "_version"
+"""Name that PyTorch gives the version of a class of modules, and the end of the name of a leaf with a saved one."""
+
+
+def versions_in(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Returns the versions of the parts that load by themselves, by path, as the module's state dict has them."""
+    metadata = getattr(state, "_metadata", None)
+    if not isinstance(metadata, dict):
+        return {}
+    parts = dict(module.named_modules(remove_duplicate=False))
+    ends: set[str] = set()  # of paths: a wrapper may have the state dict of what it wraps
+    for path in (path for path, part in parts.items() if loads_by_itself(part)):
+        ends.update(path[start:] for start in (0, *(dot.end() for dot in re.finditer(r"\.", path))))
+    return {
+        path: local.get("version")
+        for path, local in metadata.items()
+        if (loads_by_itself(parts[path]) if path in parts else path in ends)
+    }
+
+
+def _with_versions(
+    state: Mapping[str, Any], prefix: str, entries: Mapping[str, Any], versions: Mapping[str, Any], unfilled: set[str]
+) -> dict[str, Any]:
+    """A copy of a part's state dict with those entries and with the saved versions.
+
+    A part of another version gets only what was loaded: its hooks convert that, and must not convert what was here.
+    """
+    given = OrderedDict({**state, **entries})
+    metadata = getattr(state, "_metadata", None)
+    if not isinstance(metadata, dict):
+        return given
+    given._metadata = metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]  # as PyTorch's own
+    for path, version in versions.items():
+        above = f"{path}." if path else ""
+        local = metadata.get(above.removeprefix(prefix).rstrip(".")) if above.startswith(prefix) else None
+        if local is None:
+            continue
+        if local.get("version") != version:
+            for name in (name for name in unfilled if name.startswith(above)):
+                given.pop(name.removeprefix(prefix), None)
+        local["version"] = version
+    return given
+
+
+def load_by_hooks(
+    module: nn.Module, entries: Mapping[str, Any], versions: Mapping[str, Any], unfilled: set[str]
+) -> None:
     """Loads the parts of ``module``, whose tensors are filled, for which a load does more than to fill tensors.
 
     Such parts have hooks or methods of their own: they rebuild caches, convert, count. Each gets its own state dict,
@@ -145,6 +194,8 @@ def load_by_hooks(module: nn.Module, entries: Mapping[str, Any]) -> None:
     Args:
         module: The whole.
         entries: By name in its state dict.
+        versions: The saved versions of parts, by path. A part without one is of its class's version.
+        unfilled: Names in its state dict of what is not loaded.
 
     Raises:
         Refused: If a part leaves out one of ``entries`` that it has otherwise now.
@@ -157,7 +208,7 @@ def load_by_hooks(module: nn.Module, entries: Mapping[str, Any]) -> None:
             continue  # loaded with what it is a part of
         part, prefix = every[path], f"{path}." if path else ""
         mine = {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
-        loaded = part.load_state_dict({**part.state_dict(), **mine}, strict=False)
+        loaded = part.load_state_dict(_with_versions(part.state_dict(), prefix, mine, versions, unfilled), strict=False)
         left_out = mine.keys() & set(getattr(loaded, "unexpected_keys", ()))
         now = part.state_dict() if left_out else {}
         for name in sorted(left_out):

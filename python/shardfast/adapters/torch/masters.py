@@ -272,6 +272,7 @@ class MasterOptimizers(Optimizers):
         strict: bool,
         absent: Sequence[str] = (),
         decisive: Mapping[str, int] = {},
+        filled: Collection[str] = (),
     ) -> Restored:
         apart: dict[str, Any] = {}
         for name, made in created.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...state.catalog import Compared, Inside, Ints, Outline, Part, Refused, Restored
-from .hooks import Place, announce_loads, load_by_hooks, outline_of_modules
+from .hooks import VERSION, Place, announce_loads, load_by_hooks, outline_of_modules, versions_in
 from .memory import identity
 from .placement import chunks, everyone
 from .refused import expect_understood_module
@@ -90,6 +90,7 @@ class Modules:
         self._inside: dict[str, Inside] = {}
         self._constants: dict[str, dict[str, object]] = {}
         self._replicated: dict[int, list[_Replicated]] = {}
+        self._versions: dict[str, dict[int, tuple[str, Any]]] = {}
         for module in modules:
             own_names = dict[int, str]()
             self._replicated[id(module)] = list(_replicated(module))
@@ -122,6 +123,27 @@ class Modules:
                 if name not in self.parameters:
                     self.parameters[name] = parameter
                     self._of_parameters.append(self._slot(module, original))
+            for path, version in versions_in(state, module).items():
+                name = names(f"{path}.{VERSION}" if path else VERSION)
+                # What is behind a wrapper of that name counts, not the wrapper.
+                self._versions.setdefault(name, {})[id(module)] = path, version
+        for name in self._places.keys() & self._versions.keys():
+            del self._versions[name]
+        self._saved_versions = self._expect_one_version_each()
+
+    def _expect_one_version_each(self) -> dict[str, int]:
+        """The versions that a checkpoint keeps, by leaf name: not 1, which is PyTorch's where a class sets none."""
+        found: dict[str, int] = {}
+        for name, of in self._versions.items():
+            versions = {version if type(version) is int else 1 for _, version in of.values()}
+            if len(versions) > 1:
+                raise Refused(
+                    f"its stages have parts of the same name {name.removesuffix(VERSION)!r}, of classes whose _version "
+                    f"differs ({', '.join(map(str, sorted(versions)))}): in every stage, call a layer what the whole "
+                    "model calls it"
+                )
+            found[name] = versions.pop()
+        return {name: version for name, version in found.items() if version != 1}
 
     def _unwrap(self, name: str, module: nn.Module, original: str, outer: torch.Tensor) -> None:
         """Takes the tensors inside of one that wraps them."""
@@ -199,7 +221,12 @@ class Modules:
         return ()
 
     def outline(self) -> Outline | None:
-        if self._derived or self._values or any(chunks(tensor) is not None for tensor in self._tensors.values()):
+        if (
+            self._derived
+            or self._values
+            or self._saved_versions
+            or any(chunks(tensor) is not None for tensor in self._tensors.values())
+        ):
             return None
         tensors: list[tuple[Place, Any, Inside | None]] = [
             (self._slot(*self._places[name]), tensor, self._inside.get(name)) for name, tensor in self._tensors.items()
@@ -214,7 +241,7 @@ class Modules:
         return self._tensors
 
     def values(self) -> Mapping[str, object]:
-        return {**self._values, **self._constants}
+        return {**self._values, **self._constants, **self._saved_versions}
 
     def accepts(self, name: str, *, is_master: bool = False) -> bool:
         return False
@@ -230,6 +257,12 @@ class Modules:
     def merges(self, name: str) -> bool:
         return False
 
+    def descriptions(self) -> Mapping[str, str]:
+        return {name: name.removesuffix(VERSION) for name in self._versions}
+
+    def describes(self, name: str) -> bool:
+        return name.rpartition(".")[2] == VERSION and name not in self._places
+
     def renamed(self, name: str, parameter: Callable[[str], str]) -> str:
         return name
 
@@ -242,12 +275,18 @@ class Modules:
         strict: bool,
         absent: Sequence[str] = (),
         decisive: Mapping[str, int] = {},
+        filled: Collection[str] = (),
     ) -> Restored:
         # What is no parameter or buffer, such as extra state, is loaded by the module's own method.
         entries: dict[int, dict[str, Any]] = {id(module): {} for module in self._modules}
         for name in sorted(values.keys() & self._constants.keys()):
             expect_same_constants(name, self._constants[name], values[name])
-        values = {name: value for name, value in values.items() if name not in self._constants}
+        versions = self._versions_of(values, filled)
+        values = {name: value for name, value in values.items() if name in self._values}
+        unfilled: dict[int, set[str]] = {id(module): set() for module in self._modules}
+        for name in self._places.keys() - filled if versions else ():
+            module, original = self._places[name]
+            unfilled[id(module)].add(original)
         for name, value in {**self._derived, **values}.items():
             module, original = self._places[name]
             entries[id(module)][original] = value
@@ -255,6 +294,20 @@ class Modules:
         def install() -> None:
             self._release()
             for module in self._modules:
-                load_by_hooks(self._loaded(module), entries[id(module)])
+                of = id(module)
+                load_by_hooks(self._loaded(module), entries[of], versions.get(of, {}), unfilled[of])
 
         return Restored(install)
+
+    def _versions_of(self, values: Mapping[str, object], filled: Collection[str]) -> dict[int, dict[str, Any]]:
+        """The saved versions of parts of which something was loaded, by the module's ``id`` and the path."""
+        found: dict[int, dict[str, Any]] = {}
+        for name, of in self._versions.items():
+            saved = values.get(name, 1)
+            if type(saved) is not int:
+                raise Refused(f"{name} is {saved!r} in the checkpoint: expected the _version of a class, an integer")
+            if any(one.startswith(name.removesuffix(VERSION)) for one in filled):
+                for module, (path, version) in of.items():
+                    # As PyTorch: a class without any version gets none of an old checkpoint.
+                    found.setdefault(module, {})[path] = version if version is None and name not in values else saved
+        return found

@@ -386,6 +386,12 @@ class Optimizers:
     def merges(self, name: str) -> bool:
         return name == "param_groups"
 
+    def descriptions(self) -> Mapping[str, str]:
+        return {}
+
+    def describes(self, name: str) -> bool:
+        return False
+
     def renamed(self, name: str, parameter: Callable[[str], str]) -> str:
         path = name.removeprefix("state.") if name.startswith("state.") else ""
         end = path.rfind(".")
@@ -405,6 +411,7 @@ class Optimizers:
         strict: bool,
         absent: Sequence[str] = (),
         decisive: Mapping[str, int] = {},
+        filled: Collection[str] = (),
     ) -> Restored:
         self._expect_no_pre_hooks()
         zero_rest(self._buffers.values(), [part.tensor for part in created.values() if isinstance(part, Part)])

@@ -128,6 +128,18 @@ def test_a_mount_table_leads_to_the_same_files(hdfs, tmp_path):
     assert "big" in [path.name for path in files_of(hdfs, "mounted")]
 
 
+def test_the_report_says_why_parts_were_not_joined(hdfs, tmp_path, monkeypatch):
+    off = "<property><name>dfs.webhdfs.enabled</name><value>false</value></property></configuration>"
+    for name in ("core-site.xml", "hdfs-site.xml"):
+        site = (Path(hdfs.environment["HADOOP_CONF_DIR"]) / name).read_text()
+        (tmp_path / name).write_text(site.replace("</configuration>", off))
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    pending = sf.save_async(hdfs.hdfs("copied"), {"model": {"w": torch.ones(9_000_000)}})
+    pending.committed()
+    reasons = pending.report["failures"]
+    assert len(reasons) == 1 and "concat failed: WebHDFS is switched off" in reasons[0], reasons
+
+
 def test_a_forked_child_is_refused(hdfs):
     program = (
         "import os, shardfast as sf\n"

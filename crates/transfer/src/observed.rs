@@ -3,6 +3,8 @@
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use shardfast_store::{Action, Kind};
+
 use crate::error::{Error, Failures};
 use crate::events::{Event, Observer, Phase};
 use crate::report::{Moved, Recorder, Report};
@@ -77,6 +79,11 @@ impl Observed {
 impl shardfast_store::Observer for Observed {
     fn stored(&self, event: &shardfast_store::Event<'_>) {
         self.recorder.stored(event);
+        // Such an object can be finished in another way, and is: no caller of the store receives this error.
+        let refused = event.failure.filter(|error| event.action == Action::Finish && error.kind == Kind::Unsupported);
+        if let Some(error) = refused {
+            self.recorder.list(self.began.elapsed(), &error.to_string(), "done in another way");
+        }
         if let Some(listener) = self.listener() {
             listener.stored(event);
         }
@@ -100,5 +107,36 @@ impl Failures for Observed {
 
     fn before(&self) -> (u64, Option<String>) {
         (0, None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shardfast_store::{Observer, Requests};
+
+    use super::*;
+
+    #[test]
+    fn a_way_that_was_refused_is_listed() {
+        let observed = Observed::default();
+        let event = |action, kind: Option<Kind>| {
+            let error = kind.map(|kind| shardfast_store::Error::new(kind, "finish", "hdfs://x/a", "concat is refused"));
+            let (object, began, took) = ("a", Instant::now(), Duration::ZERO);
+            let (requests, failure) = (Requests::default(), error.as_ref());
+            Observer::stored(
+                &observed,
+                &shardfast_store::Event { action, object, offset: 0, bytes: 0, began, took, requests, failure },
+            );
+        };
+        event(Action::Finish, None);
+        event(Action::Finish, Some(Kind::Unavailable));
+        event(Action::Write, Some(Kind::Unsupported));
+        assert_eq!(observed.failures(), (0, None));
+        event(Action::Finish, Some(Kind::Unsupported));
+        let listed = observed.report().failures;
+        assert!(
+            listed.len() == 1 && listed[0].ends_with("finish hdfs://x/a: concat is refused; done in another way"),
+            "{listed:?}"
+        );
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use serde::Serialize;
 use shardfast_store::Action;
@@ -102,6 +103,14 @@ impl Recorder {
         (self.failed.load(Relaxed), self.failures.iter().map_while(OnceLock::get).last().cloned())
     }
 
+    /// Lists a failure, this time after the request; `next` tells the reaction.
+    pub fn list(&self, after: Duration, message: &str, next: &str) {
+        let number = self.failed.fetch_add(1, Relaxed);
+        if let Some(place) = usize::try_from(number).ok().and_then(|number| self.failures.get(number)) {
+            let _ = place.set(format!("{} ms: {message}; {next}", after.as_millis()));
+        }
+    }
+
     /// Returns the bytes that were moved so far. None is counted beyond those that are expected: the storage may have
     /// got some of them twice.
     pub fn moved(&self) -> Moved {
@@ -168,11 +177,7 @@ impl Observer for Recorder {
                     Some(pause) => format!("again in {} ms", pause.as_millis()),
                     None => "not again".to_owned(),
                 };
-                let number = self.failed.fetch_add(1, Relaxed);
-                if let Some(place) = usize::try_from(number).ok().and_then(|number| self.failures.get(number)) {
-                    let ms = after.as_millis();
-                    let _ = place.set(format!("{ms} ms: {}; try {attempt}, {next}", error.message));
-                }
+                self.list(after, &error.message, &format!("try {attempt}, {next}"));
             }
         }
     }

@@ -109,6 +109,24 @@ STEPS = [
         ),
     ),
     Step("nodes of HDFS that die", given({"SHARDFAST_HDFS_KILLS": 1}, *pytest("tests/python/test_hdfs.py"))),
+    # Tests that take half an hour by design.
+    Step(
+        "nodes of HDFS that die at many moments",
+        given(
+            {"SHARDFAST_HDFS_MOMENTS": 30, "SHARDFAST_HDFS_SAVERS": 200},
+            *pytest("-o", "faulthandler_timeout=0", "tests/python/test_hdfs_kills.py"),
+        ),
+    ),
+    Step(
+        "active NameNodes that die",
+        given(
+            {"SHARDFAST_HDFS_FAILOVERS": 20}, *pytest("-o", "faulthandler_timeout=0", "tests/python/test_hdfs_ha.py")
+        ),
+    ),
+    Step(
+        "HDFS with Kerberos, and encryption zones",
+        given({"SHARDFAST_HDFS_SECURED": 1}, *pytest("tests/python/test_hdfs_secured.py")),
+    ),
     Step(
         "calls of HDFS that are spoiled",
         given({"SHARDFAST_HDFS_FAULTS_ONE_IN": 1}, *pytest("tests/python/test_hdfs_faults.py")),

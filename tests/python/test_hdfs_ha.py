@@ -18,7 +18,7 @@ COMMAND = Path(sys.executable).with_name("shardfast")
 FAILOVERS = int(os.environ.get("SHARDFAST_HDFS_FAILOVERS", "0"))
 """Deaths of an active NameNode."""
 
-pytestmark = pytest.mark.skipif(FAILOVERS == 0, reason="it takes minutes: make campaigns")
+IN_CAMPAIGNS = pytest.mark.skipif(FAILOVERS == 0, reason="it takes minutes: make campaigns")
 
 NAMENODES = ("namenode0", "namenode1")
 
@@ -54,6 +54,7 @@ def fail_over(pair, active: int) -> None:
     pair.restart(dead)
 
 
+@IN_CAMPAIGNS
 def test_a_save_joins_its_parts_at_the_active_namenode(pair):
     for active in (0, 1):
         pending = sf.save_async(pair.hdfs(f"joined-{active}"), state_of(1))
@@ -63,6 +64,7 @@ def test_a_save_joins_its_parts_at_the_active_namenode(pair):
         assert loaded(pair.hdfs(f"joined-{active}")) == 1
 
 
+@IN_CAMPAIGNS
 def test_a_training_outlives_its_active_namenode(pair):
     run, ended, failed = pair.hdfs("run"), threading.Event(), []
 

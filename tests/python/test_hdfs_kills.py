@@ -156,7 +156,9 @@ def test_a_node_that_dies_in_a_save(hdfs, kind):
         else:
             assert loaded(url) == moment
         assert loaded(f"{run}/step-00001000") == 0
-    print(f"{kind}: {MOMENTS} kills in saves of {duration:.2f} s, {len(errors)} failed, longest {longest:.1f} s", errors)
+    print(
+        f"{kind}: {MOMENTS} kills in saves of {duration:.2f} s, {len(errors)} failed, longest {longest:.1f} s", errors
+    )
     # The node is back before the retries end.
     assert errors == []
     # A call that cannot be made while the NameNode is dead is also the deletion of what a failed try left.
@@ -208,8 +210,11 @@ def test_a_sweep_leaves_nothing_of_a_saver_that_was_killed(hdfs):
             saver.kill()
             saver.communicate()
         files += swept(hdfs, run)
-        left = sorted(at.removeprefix(f"/{hdfs.bucket}/{step}/") for at, kind in below(hdfs, f"/{hdfs.bucket}/{run}")
-                      if kind == "FILE" and f"/{step}/" in at)
+        left = sorted(
+            at.removeprefix(f"/{hdfs.bucket}/{step}/")
+            for at, kind in below(hdfs, f"/{hdfs.bucket}/{run}")
+            if kind == "FILE" and f"/{step}/" in at
+        )
         if "COMMIT" in left:
             assert loaded(hdfs.hdfs(step)) == number
             whole += 1

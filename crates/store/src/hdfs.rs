@@ -84,6 +84,9 @@ const TRIES: [(&str, &str); 3] = [
     ("dfs.client.failover.sleep.max.millis", "1000"),
 ];
 
+/// Setting with the place of the servers that have the keys of encryption zones.
+const KEYS_AT: &str = "hadoop.security.key.provider.path";
+
 /// Process that first opened an HDFS. The client library keeps connections for all stores of a process, which a forked
 /// child would share with its parent.
 static PROCESS: OnceLock<u32> = OnceLock::new();
@@ -126,6 +129,7 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
             }
         }
     }
+    settings.extend(keys_at(&configuration));
     let user = std::env::var("HADOOP_USER_NAME").ok();
     if user.as_deref() == Some("") {
         return Err(invalid("expected a name in HADOOP_USER_NAME, found none: unset it, or name the user".to_owned()));
@@ -149,6 +153,17 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let cluster =
         Cluster { url: url.usual(), root, client, options, dir_permission, made, rest, network, reports, sending };
     Ok(Arc::new(HdfsStore { cluster: Arc::new(cluster) }))
+}
+
+/// Prepares reads and writes in encryption zones; returns a setting in place of one that the client library refuses.
+fn keys_at(configuration: &Configuration) -> Option<(String, String)> {
+    let at = configuration.text(KEYS_AT)?;
+    if !at.starts_with("kms://") {
+        return Some((KEYS_AT.to_owned(), String::new()));
+    }
+    // The library's client of these servers takes TLS from the process, and panics without it. It may be there already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    None
 }
 
 /// Encodes the `:` of a name, which HDFS refuses, and the `%` that encodes it.

@@ -111,3 +111,33 @@ impl Failures for Observed {
         (0, None)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use shardfast_store::{Observer, Requests};
+
+    use super::*;
+
+    #[test]
+    fn a_way_that_was_refused_is_listed() {
+        let observed = Observed::default();
+        let event = |action, kind: Option<Kind>| {
+            let error = kind.map(|kind| shardfast_store::Error::new(kind, "finish", "hdfs://x/a", "concat is refused"));
+            let (object, began, took) = ("a", Instant::now(), Duration::ZERO);
+            let (requests, failure) = (Requests::default(), error.as_ref());
+            Observer::stored(
+                &observed,
+                &shardfast_store::Event { action, object, offset: 0, bytes: 0, began, took, requests, failure },
+            );
+        };
+        event(Action::Finish, None);
+        event(Action::Finish, Some(Kind::Unavailable));
+        event(Action::Write, Some(Kind::Unsupported));
+        assert_eq!(observed.failures(), (0, None));
+        event(Action::Finish, Some(Kind::Unsupported));
+        let listed = observed.report().failures;
+        assert!(listed.len() == 1 && listed[0].ends_with("finish hdfs://x/a: concat is refused"), "{listed:?}");
+        event(Action::Finish, Some(Kind::Unsupported));
+        assert_eq!((observed.report().failures.len(), observed.failures().0), (1, 0), "it is no failure");
+    }
+}

@@ -44,6 +44,9 @@ const NOT_EMPTY: &str = "PathIsNotEmptyDirectoryException";
 /// Text of the NameNode about a directory that was opened as a file.
 const NO_FILE: &str = "is not a file";
 
+/// Text of the client library about a file in an encryption zone, if the configuration does not say where the keys are.
+const NO_KEYS: &str = "no KMS provider is configured";
+
 /// Returns the error of a call.
 pub(super) fn of(error: &HdfsError, op: &'static str, place: String) -> Error {
     let kind = kind_of(error);
@@ -103,6 +106,7 @@ fn kind_of(error: &HdfsError) -> Kind {
         | HdfsError::GSSAPIError(..)
         | HdfsError::NoSASLMechanism => Kind::Invalid,
         HdfsError::UnsupportedErasureCodingPolicy(_) | HdfsError::UnsupportedFeature(_) => Kind::Unsupported,
+        HdfsError::OperationFailed(text) if text.contains(NO_KEYS) => Kind::Invalid,
         HdfsError::InternalError(_) => Kind::Internal,
         _ => Kind::Unavailable,
     }
@@ -147,5 +151,7 @@ mod tests {
         let safe = of("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot create /a.\nat x\nat y");
         assert_eq!((safe.kind, safe.wait), (Kind::Unavailable, Some(Duration::ZERO)));
         assert_eq!(safe.message, "the NameNode answered SafeModeException: Cannot create /a.");
+        let zone = HdfsError::OperationFailed(format!("the file is in a zone but {NO_KEYS}"));
+        assert_eq!(super::of(&zone, "create", "x".into()).kind, Kind::Invalid);
     }
 }

@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from typing import Any
 
 import shardfast as sf
 import torch.distributed as dist
-from figures import FAR, NEAR, ONE_STREAM, OURS, Figures, median, ratio, spread, summary, table
+from figures import FAR, NEAR, ONE_STREAM, OURS, Figures, median, ratio, spread, summary, table, timeline
 from ranks import (
     MIB,
     ROOT,
@@ -43,7 +42,7 @@ from ranks import (
 from rivals import Shardfast
 from shardfast import session
 from states import State, bytes_of, counted, expect_equal, sharded, zero
-from store_servers import BY_NAME, HDFS, SLOW_STREAM, Cluster, datanodes_behind, missing, running_hdfs
+from store_servers import HDFS, SLOW_STREAM, Cluster, datanodes_behind, missing, running_hdfs
 from stores import PARTS, Bare, Ceiling, Found, Ours, StoreSystem, Way, in_rounds, noise, show
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -310,39 +309,21 @@ ONE_STREAM_SHARE = 0.2
 
 @dataclass
 class Slow:
-    """One process over slow connections: seconds of each for ``bytes``, and how many connections ours had at most."""
+    """One process over slow connections: seconds of each for ``bytes``."""
 
     bytes: int
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {part: {} for part in PARTS})
     cpu_s: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {part: {} for part in PARTS})
     server_s: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {part: {} for part in PARTS})
-    streams: dict[str, list[int]] = field(default_factory=lambda: {part: [] for part in PARTS})
     files: int = 0
+    phases: list[dict[str, float]] = field(default_factory=list)
 
 
-class Connections:
-    """The largest number of connections to DataNodes through the proxy while it watches."""
+STREAMS = 32
+"""Connections on which Shardfast writes the first parts of an object, and those on which it reads."""
 
-    REMOTE = "".join(f"{int(byte):02X}" for byte in reversed(BY_NAME.split(".")))
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.02):
-            rows = [line.split()[2:4] for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-            self.most = max(self.most, sum(remote.startswith(self.REMOTE) and state == "01" for remote, state in rows))
-
-    def __enter__(self) -> Connections:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
+PART_BYTES = 32 * MIB
+"""Length of a part of an object of at most 4 GiB."""
 
 PARALLEL, (ALONE, SHELL) = "hdfs-native, parallel files", ONE_STREAM
 
@@ -356,23 +337,24 @@ def _slow(settings: Settings, cluster: Cluster) -> Slow:
     shell = HadoopShell(cluster, 1)
     shell.prepare(short)
     bare: dict[str, tuple[Bare, bytes]] = {
-        PARALLEL: (HdfsNative(cluster, 32 * MIB, 32), data),
+        PARALLEL: (HdfsNative(cluster, PART_BYTES, STREAMS), data),
         ALONE: (HdfsNative(cluster, ONE_BLOCK, 1), short),
         SHELL: (shell, short),
     }
 
     def moved(part: str, name: str, share: float, action: Callable[[], object]) -> None:
-        with Connections() as connections:
-            before = cluster.cpu_s()
-            cost = timed(action)
+        before = cluster.cpu_s()
+        cost = timed(action)
+        if number < settings.warm_ups:
+            return
         found.seconds[part].setdefault(name, []).append(cost.seconds / share)
         found.cpu_s[part].setdefault(name, []).append(cost.cpu_s / share)
         found.server_s[part].setdefault(name, []).append((cluster.cpu_s() - before) / share)
-        if name == OURS:
-            found.streams[part].append(connections.most)
 
-    for number in range(settings.rounds):
+    for number in range(settings.warm_ups + settings.rounds):
         for name in turned([OURS, *bare], number):
+            if number < settings.warm_ups and name in ONE_STREAM:
+                continue
             prefix = f"slow-{number}"
             if name == OURS:
                 moved(SAVE, name, 1, lambda prefix=prefix: ours.save(prefix, state))
@@ -388,6 +370,7 @@ def _slow(settings: Settings, cluster: Cluster) -> Slow:
                 drop_page_cache()
                 moved(LOAD, name, share, lambda client=client, of=of, prefix=prefix: client.get(prefix, len(of)))
             _remove_all(cluster, prefix)
+    found.phases = [report["phases_ms"] for report in ours.shardfast.reports[settings.warm_ups :]]
     return found
 
 
@@ -398,8 +381,8 @@ def _show_slow(settings: Settings, found: Slow) -> Figures:
     figures: dict[str, Any] = {"bytes": found.bytes, "files": found.files}
     for part in PARTS:
         seconds, gigabytes = found.seconds[part], found.bytes / 1e9
-        streams = found.streams[part]
-        of_streams = [found.bytes / s / (n * rate) for s, n in zip(seconds[OURS], streams, strict=True)]
+        streams = min(STREAMS, -(-found.bytes // PART_BYTES)) if part == SAVE else STREAMS
+        of_streams = [found.bytes / s / (streams * rate) for s in seconds[OURS]]
         rows: list[list[object]] = []
         for name, of in seconds.items():
             times = ratio(of, seconds[OURS])
@@ -407,7 +390,7 @@ def _show_slow(settings: Settings, found: Slow) -> Figures:
             rows.append([name, median([gigabytes / s for s in of]), median(times), spread(times), *cpu])
         columns = ("GB/s", "ours is so many times as fast", "(min .. max)", "CPU s/GB", "server's CPU")
         table(part, ("", *columns), rows)
-        print(f"  of {max(streams)} streams × {rate / 1e6:g} MB/s: {median(of_streams):.2f} {spread(of_streams)}")
+        print(f"  of {streams} streams × {rate / 1e6:g} MB/s: {median(of_streams):.2f} {spread(of_streams)}")
         figures[part] = {
             "seconds": {name: summary(of) for name, of in seconds.items()},
             "cpu_s": {name: summary(of) for name, of in found.cpu_s[part].items()},
@@ -416,6 +399,7 @@ def _show_slow(settings: Settings, found: Slow) -> Figures:
             "of_streams": summary(of_streams),
             "times": {name: summary(ratio(of, seconds[OURS])) for name, of in seconds.items() if name != OURS},
         }
+    figures["timeline_ms"] = timeline("where a save of shardfast spends its time (milliseconds, median)", found.phases)
     return figures
 
 

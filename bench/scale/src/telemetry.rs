@@ -74,10 +74,10 @@ fn measured(directory: &Path, quick: bool) -> io::Result<[f64; 8]> {
     let operation = large.begins(1);
     emits(&*operation);
     let said = operation.says(&Report::default()).unwrap_or_default();
-    let all = vec![said; WORLD as usize];
-    let digests = all.iter().map(Vec::len).sum::<usize>() as f64 / 1e6;
+    let all = vec![Some(said); WORLD as usize];
+    let digests = all.iter().flatten().map(Vec::len).sum::<usize>() as f64 / 1e6;
     std::fs::create_dir_all(&large.run)?;
-    let ((), root_ms) = timed(|| operation.collected(Ok(all), Vec::new(), &Report::default()));
+    let ((), root_ms) = timed(|| operation.collected(all, Vec::new(), Vec::new(), &Report::default()));
     let large_bytes = large.record_bytes()?;
     for step in 2..=SAVES_OF_PAGE / few {
         large.saves(step)?;
@@ -131,7 +131,7 @@ impl Job<'_> {
         let began = Instant::now();
         (0..40).for_each(|part| operation.stored(&event(part, began)));
         let said = operation.says(&Report::default()).unwrap_or_default();
-        operation.collected(Ok(vec![said; self.world as usize]), Vec::new(), &Report::default());
+        operation.collected(vec![Some(said); self.world as usize], Vec::new(), Vec::new(), &Report::default());
         Ok(())
     }
 

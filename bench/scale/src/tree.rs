@@ -119,6 +119,7 @@ fn send(sent: &mut VecDeque<Sent>, rank: u32, effects: Vec<Effect<()>>, world: u
             Effect::Reply((), Reply::Answer(answer)) => {
                 answer.expect("an answer for all");
             }
+            Effect::Reply((), Reply::Failed(error, _)) => panic!("every rank contributed: {error}"),
         }
     }
 }

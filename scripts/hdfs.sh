@@ -15,6 +15,7 @@
 # `keytab` of `dir`.
 #
 # hdfs-kms is an hdfs with a server of keys (KMS), for encryption zones. Hadoop 3.5.0 has none, so it is the last one.
+set -euo pipefail
 
 readonly datanodes=(datanode0 datanode1 datanode2)
 readonly name_service=pair

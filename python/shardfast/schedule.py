@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -370,10 +371,10 @@ def noted(metrics: Mapping[str, float] | None, keep: Keep | None) -> dict[str, s
     """
     notes = {}
     for name, metric in (metrics or {}).items():
-        try:
-            value = float(metric)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            value = None
+        value = None
+        if not isinstance(metric, (str, bytes, bytearray)):  # a text is no number, though float() reads it
+            with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+                value = float(metric)
         if not isinstance(name, str) or value is None:
             raise Invalid(f"metrics={{{name!r}: {metric!r}}}: expected numbers by name")
         notes[f"metric.{name}"] = repr(value)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from . import adapters as frameworks
 from . import native
+from .capture.background import runs_atexit
 from .capture.in_flight import Pending, in_flight
 from .collection import paused
 from .errors import Error, Exhausted, Internal, Invalid
@@ -100,7 +101,7 @@ def save(
         timeout_s=timeout_s,
         blocking=True,
     )
-    pending.waited()
+    _wait(pending)
 
 
 @call("save_async()")
@@ -130,8 +131,8 @@ def save_async(
     :class:`Pending` everything else.
     """
     session, describer = _describer(timeout_s, process_group)
-    # In a callback of atexit, behind the one that waits for saves, nothing waits for this one but the call itself.
-    is_last = in_flight.is_over
+    # The callback of atexit that waits for saves may have run, or come too late to be run.
+    is_last = runs_atexit()
     pending = begin(
         session,
         describer,
@@ -146,8 +147,16 @@ def save_async(
         blocking=is_last,
     )
     if is_last:
-        pending.waited()
+        _wait(pending)
     return pending
+
+
+def _wait(pending: Pending) -> None:
+    try:
+        pending.waited()
+    finally:
+        if runs_atexit():
+            in_flight.conclude()  # a thread that came back to an interpreter which is gone would end the process
 
 
 # Each session's last state, as described for the plain verbs.

@@ -334,6 +334,8 @@ def test_the_best_stay_and_so_does_what_is_pinned(tmp_path):
     [
         (None, r"metrics=\{\}: keep=sf.best\('loss'\) needs this metric at each save"),
         ({"lost": 1.0}, r"keep=sf.best\('loss'\) needs this metric"),
+        ({"loss": "1"}, r"metrics=\{'loss': '1'\}: expected numbers by name"),
+        ({"loss": b"1"}, r"expected numbers by name"),
         ({"loss": "low"}, r"metrics=\{'loss': 'low'\}: expected numbers by name"),
         ({"loss": torch.ones(2)}, r"expected numbers by name"),
         ({"loss": 10**400}, r"expected numbers by name"),

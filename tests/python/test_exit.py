@@ -144,6 +144,25 @@ last.append(late)
     assert is_whole(tmp_path / "second")
 
 
+FIRST_USE = """
+import atexit, os, sys
+import torch, shardfast as sf
+
+def late():
+    for name, save in (("one", sf.save_async), ("two", sf.save), ("three", sf.save_async)):
+        save(sys.argv[1] + "/" + name, {"x": {"w": torch.zeros(3_000_000)}})
+        print(os.path.exists(sys.argv[1] + f"/{name}/COMMIT"))
+
+atexit.register(late)
+"""
+
+
+def test_the_first_save_may_begin_as_the_interpreter_ends(tmp_path):
+    """Shardfast is imported then, and what it registers with atexit is not called any more."""
+    ended = subprocess.run([sys.executable, "-c", FIRST_USE, tmp_path], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "True\nTrue\nTrue\n"), ended.stderr
+
+
 def test_a_save_that_fails_as_the_interpreter_ends_raises_that(run, tmp_path):
     (tmp_path / "second").write_text("in the way")
     body = """

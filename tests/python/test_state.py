@@ -169,7 +169,7 @@ def test_leaves_are_sorted():
         ([1], "the state is a list: expected a dict"),
         ({1: 2}, "the state's key 1: expected a name"),
         ({"": 2}, "the state's key ''"),
-        ({"a": {"c": {"d": torch.ones(1)}, "c.d": torch.ones(1)}}, "two leaves are called a/c.d: a.c.d and a.c.d"),
+        ({"a": {"c": {"d": torch.ones(1)}, "c.d": torch.ones(1)}}, "two leaves are called a/c.d: a.c.d and a['c.d'];"),
         ({"extra": {"args": {"callback": print}}}, "extra.args.callback: a builtin_function_or_method (print) is code"),
         ({"extra": {"a": {"model": nn.Linear(1, 1)}}}, "extra.a.model: a Linear keeps its state in state_dict()"),
         ({"extra": {"a": [sf.PerRank(1)]}}, "extra.a[0]: a PerRank can stand"),

@@ -91,9 +91,9 @@ pub(crate) fn ranks(ranges: &[Range<u32>]) -> String {
     word.to_owned() + &said.collect::<Vec<_>>().join(", ")
 }
 
-/// Returns text from a checkpoint on one line, without control characters.
+/// Returns text from a checkpoint on one line, without characters that control a terminal or the order of its text.
 pub(crate) fn plain(text: &str) -> Cow<'_, str> {
-    if text.chars().any(char::is_control) { Cow::Owned(escaped(text, |_| false)) } else { Cow::Borrowed(text) }
+    if text.chars().any(controls) { Cow::Owned(escaped(text, |_| false)) } else { Cow::Borrowed(text) }
 }
 
 /// Returns text of several lines without other control characters.
@@ -159,10 +159,15 @@ fn cells(c: char) -> usize {
     if c < '\u{1100}' { 1 } else { 2 }
 }
 
+/// Returns whether a character moves the cursor or reorders what stands around it instead of being text.
+fn controls(c: char) -> bool {
+    c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
 fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
-        if c.is_control() && !is_kept(c) { out.extend(c.escape_default()) } else { out.push(c) }
+        if controls(c) && !is_kept(c) { out.extend(c.escape_default()) } else { out.push(c) }
     }
     out
 }
@@ -260,6 +265,8 @@ mod tests {
     fn a_terminal_has_nothing_to_obey() {
         assert_eq!(plain("a\x1b[31m\n\u{9b}b"), "a\\u{1b}[31m\\n\\u{9b}b");
         assert_eq!(plain("ünï"), "ünï");
+        assert_eq!(plain("a\u{202e}gnp\u{2066}\u{200f}"), "a\\u{202e}gnp\\u{2066}\\u{200f}");
+        assert_eq!(plain("\u{200d}\u{2029}\u{202f}\u{2065}\u{206a}"), "\u{200d}\u{2029}\u{202f}\u{2065}\u{206a}");
         assert_eq!(plain_lines("a\nb\r"), "a\nb\\r");
     }
 

@@ -11,13 +11,18 @@ from typing import Any
 Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
-def interpreter_ends() -> bool:
-    """Whether Python waits for no more threads, such as while it runs what was registered with atexit.
+def runs_atexit() -> bool:
+    """Whether this is the main thread after its program: it runs what was registered with atexit."""
+    main = threading.main_thread()
+    return threading.current_thread() is main and not main.is_alive()
 
-    Before that it waits for all threads but daemons, which go on after the main thread has returned.
+
+def interpreter_ends() -> bool:
+    """Whether Python does not wait for what this thread begins: the program has ended.
+
+    It waits for threads that are no daemons, which go on after the main thread has returned.
     """
-    main, current = threading.main_thread(), threading.current_thread()
-    return not main.is_alive() and (current is main or current.daemon)
+    return runs_atexit() or (threading.current_thread().daemon and not threading.main_thread().is_alive())
 
 
 class Background:

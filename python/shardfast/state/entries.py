@@ -26,7 +26,7 @@ from ..errors import Invalid
 from .catalog import Adapter, Bundle, Layout, Module, NamedPart, Owner, Refused, item_bytes
 from .parts import changed_as, name_of, pieces_of
 from .stateful import PerRank, Sharded, expect_own_piece
-from .values import DEPTH_MAX, Trail, dotted
+from .values import DEPTH_MAX, Trail, dotted, where
 
 PIECE = ".piece."
 """Between the name of a value in pieces and the number of one."""
@@ -323,7 +323,7 @@ def units_of(state: object) -> Iterator[Unit]:
         expect_text(key, f"the state's key {key!r}")
         if _is_walked(value):
             for name, item in value.items():
-                yield Unit(key, name, item, value, name, f"{key}.{name}")
+                yield Unit(key, name, item, value, name, _place_below(key, name))
         else:
             yield Unit(key, None, value, state, key, key)
 
@@ -466,11 +466,16 @@ def _sharded(unit: Unit, name: str, wrapped: Sharded) -> ShardedEntry:
     return ShardedEntry(unit.key, name, wrapped.value, wrapped, None, put, unit.place)
 
 
+def _place_below(place: str, step: str) -> str:
+    """The place of an entry; a key with a dot looks other than two keys."""
+    return where(place, (step,)) if "." in step else f"{place}.{step}"
+
+
 def _tree(
     key: str, name: str, tree: dict[str, Any], adapters: Sequence[Adapter], pure: bool, place: str
 ) -> Iterator[TensorEntry]:
     for step, value in tree.items():
-        below = f"{place}.{step}"
+        below = _place_below(place, step)
         if isinstance(value, dict):
             yield from _tree(key, f"{name}.{step}", value, adapters, pure, below)
         else:

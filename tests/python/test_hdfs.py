@@ -105,10 +105,9 @@ def test_a_mount_table_leads_to_the_same_files(hdfs, tmp_path):
     sf.save(hdfs.hdfs("mounted/one"), {"extra": {"x": 1}})
     site = (Path(hdfs.environment["HADOOP_CONF_DIR"]) / "hdfs-site.xml").read_text()
     (tmp_path / "hdfs-site.xml").write_text(site)
-    link = "fs.viewfs.mounttable.cluster.link./runs"
-    (tmp_path / "core-site.xml").write_text(
-        f"<configuration><property><name>{link}</name><value>{hdfs.hdfs('mounted')}</value></property></configuration>"
-    )
+    settings = {"fs.viewfs.mounttable.cluster.link./runs": hdfs.hdfs("mounted"), "fs.defaultFS": hdfs.endpoint}
+    properties = [f"<property><name>{name}</name><value>{value}</value></property>" for name, value in settings.items()]
+    (tmp_path / "core-site.xml").write_text(f"<configuration>{''.join(properties)}</configuration>")
     program = (
         "import torch, shardfast as sf\n"
         "state = {'extra': {'x': 0}}\n"

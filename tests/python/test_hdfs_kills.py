@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ LENGTH = 9_000_000
 
 AGED_MS = 2 * 24 * 3600 * 1000
 """Age that files get before a sweep, which removes those of a day."""
+
+SETTLED_S = 20
+"""Time for records of this process to be written."""
 
 SWEEPS_MAX = 4
 """Sweeps until nothing is left: a directory goes after the files in it have been gone for a day."""
@@ -87,18 +91,9 @@ def killed(hdfs, node: str, after_s: float) -> Iterator[None]:
         thread.join()
 
 
-def healthy(hdfs) -> None:
-    """Looks with Hadoop's own tools: no file lacks a block, or is open for writing; no file of a part is left."""
-    checked = hdfs.tool("org.apache.hadoop.hdfs.tools.DFSck", "/", "-openforwrite", "-files")
-    assert "The filesystem under path '/' is HEALTHY" in checked, checked
-    assert [line for line in checked.splitlines() if "OPENFORWRITE" in line] == []
-    listed = hdfs.tool("org.apache.hadoop.fs.FsShell", "-ls", "-R", "-C", "/")
-    assert ".tmp-" not in listed, listed
-
-
 def asked(hdfs, method: str, path: str, query: str) -> dict:
     """The answer of the NameNode's REST interface."""
-    url = f"http://{hdfs.http}/webhdfs/v1{path}?{query}&user.name={hdfs.environment['HADOOP_USER_NAME']}"
+    url = f"http://{hdfs.http}/webhdfs/v1{path or '/'}?{query}&user.name={hdfs.environment['HADOOP_USER_NAME']}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, method=method), timeout=60) as answer:
         return json.loads(answer.read() or b"{}")
@@ -115,13 +110,39 @@ def below(hdfs, path: str) -> list[tuple[str, str]]:
     return found
 
 
+def temporaries(hdfs, path: str) -> list[str]:
+    """Temporary files below a directory that stay there; those of this process's own records vanish in a moment."""
+    until = time.monotonic() + SETTLED_S
+    while (found := [at for at, _ in below(hdfs, path) if ".tmp-" in at]) and time.monotonic() < until:
+        time.sleep(0.2)
+    return found
+
+
+def make_old(hdfs, path: str) -> None:
+    """Sets the time of a file's or directory's last change; it may be gone."""
+    then = int(time.time() * 1000) - AGED_MS
+    try:
+        asked(hdfs, "PUT", path, f"op=SETTIMES&modificationtime={then}")
+    except urllib.error.HTTPError as error:
+        assert error.code == 404, error
+
+
+def healthy(hdfs) -> None:
+    """Looks with Hadoop's own tools: no file lacks a block, or is open for writing; no file of a part is left."""
+    assert temporaries(hdfs, "") == []
+    checked = hdfs.tool("org.apache.hadoop.hdfs.tools.DFSck", "/", "-openforwrite", "-files")
+    assert "The filesystem under path '/' is HEALTHY" in checked, checked
+    assert [line for line in checked.splitlines() if "OPENFORWRITE" in line] == []
+    listed = hdfs.tool("org.apache.hadoop.fs.FsShell", "-ls", "-R", "-C", "/")
+    assert ".tmp-" not in listed, listed
+
+
 def swept(hdfs, run: str) -> int:
     """Sweeps a run whose leftovers have become old, until nothing is removed; returns the number of files."""
     path, files = f"/{hdfs.bucket}/{run}", 0
     for _ in range(SWEEPS_MAX):
-        then = int(time.time() * 1000) - AGED_MS
         for at, _ in below(hdfs, path):
-            asked(hdfs, "PUT", at, f"op=SETTIMES&modificationtime={then}")
+            make_old(hdfs, at)
         told = [COMMAND, "sweep", hdfs.hdfs(run), "--json"]
         done = subprocess.run(told, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
@@ -210,18 +231,14 @@ def test_a_sweep_leaves_nothing_of_a_saver_that_was_killed(hdfs):
             saver.kill()
             saver.communicate()
         files += swept(hdfs, run)
-        left = sorted(
-            at.removeprefix(f"/{hdfs.bucket}/{step}/")
-            for at, kind in below(hdfs, f"/{hdfs.bucket}/{run}")
-            if kind == "FILE" and f"/{step}/" in at
-        )
-        if "COMMIT" in left:
+        assert temporaries(hdfs, f"/{hdfs.bucket}/{run}") == []
+        found = [at for at, kind in below(hdfs, f"/{hdfs.bucket}/{run}") if kind == "FILE" and f"/{step}/" in f"{at}/"]
+        if f"/{hdfs.bucket}/{step}/COMMIT" in found:
             assert loaded(hdfs.hdfs(step)) == number
             whole += 1
         else:
-            assert left == [], left
+            assert found == []
             partial += 1
-        assert not [at for at, _ in below(hdfs, f"/{hdfs.bucket}/{run}") if ".tmp-" in at]
         if number % 20 == 0:
             assert loaded(hdfs.hdfs(f"{run}/step-00000000")) == 1000
     print(f"{SAVERS} savers killed: {whole} checkpoints were whole, {partial} invisible; sweeps removed {files} files")

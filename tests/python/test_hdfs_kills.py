@@ -235,6 +235,8 @@ def test_a_sweep_leaves_nothing_of_a_saver_that_was_killed(hdfs):
         found = [at for at, kind in below(hdfs, f"/{hdfs.bucket}/{run}") if kind == "FILE" and f"/{step}/" in f"{at}/"]
         if f"/{hdfs.bucket}/{step}/COMMIT" in found:
             assert loaded(hdfs.hdfs(step)) == number
+            # Each sweep looks at all that is there.
+            asked(hdfs, "DELETE", f"/{hdfs.bucket}/{step}", "op=DELETE&recursive=true")
             whole += 1
         else:
             assert found == []

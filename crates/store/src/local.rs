@@ -306,9 +306,12 @@ impl<D: Disk> LocalStore<D> {
             Ok(found) if found.identity == identity => Ok(by),
             Ok(_) if errno == Errno::EXIST => Err(failed(Kind::Conflict, "publish", target, "the name is taken")),
             Ok(_) | Err(Errno::NOENT) => match errno {
-                Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::MLINK => {
-                    Err(failed(Kind::Unsupported, "publish", target, probe::unclaimable(target)))
-                }
+                Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::MLINK => Err(failed(
+                    Kind::Unsupported,
+                    "publish",
+                    target,
+                    format!("{}: {errno}", probe::unclaimable(target)),
+                )),
                 _ => Err(of_errno("publish", target, errno)),
             },
             Err(_) => Err(ambiguous(target, errno)),

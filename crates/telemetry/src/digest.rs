@@ -106,10 +106,9 @@ pub(crate) struct Digest {
     pub(crate) stalled_us: u32,
     /// Time that the copy waited for staging memory.
     pub(crate) awaited_us: u32,
-    /// Time that threads were busy verifying and copying what a load got, all of them together.
-    pub(crate) placed_us: u64,
-    /// Time that the rank waited for messages of ranks that read for it.
-    pub(crate) exchanged_us: u64,
+    /// Milliseconds that threads were busy verifying and copying what a load got, all of them together, and those that
+    /// the rank waited for messages of ranks that read for it.
+    pub(crate) worked_ms: [u32; 2],
     /// Begin and duration of the longest time in which the process did not run.
     pub(crate) held_up_us: [u32; 2],
     /// Object of the longest operation at the store.
@@ -154,8 +153,8 @@ impl Digest {
             paused_us: u64::try_from(paused.as_micros()).unwrap_or(u64::MAX),
             stalled_us: u32::try_from(stalled_us).unwrap_or(u32::MAX),
             awaited_us: u32::try_from(record.awaited().as_micros()).unwrap_or(u32::MAX),
-            placed_us: u64::try_from(record.placed().as_micros()).unwrap_or(u64::MAX),
-            exchanged_us: u64::try_from(record.exchanged().as_micros()).unwrap_or(u64::MAX),
+            worked_ms: [record.placed(), record.exchanged()]
+                .map(|time| u32::try_from(time.as_millis()).unwrap_or(u32::MAX)),
             held_up_us: record.held_up().into(),
             slowest: slowest.map(|(_, object)| object.as_str().to_owned()).unwrap_or_default(),
             is_page_locked: report.page_lock_failure.is_none(),
@@ -252,8 +251,7 @@ mod tests {
             paused_us: u64::MAX,
             stalled_us: u32::MAX,
             awaited_us: u32::MAX,
-            placed_us: u64::MAX,
-            exchanged_us: u64::MAX,
+            worked_ms: [u32::MAX; 2],
             held_up_us: [u32::MAX; 2],
             slowest: "s".repeat(48),
             is_page_locked: true,

@@ -115,8 +115,7 @@ impl Collected {
         columns.add("paused_us", 1, &paused)?;
         columns.add("stalled_us", 1, &u32s(|rank| rank.stalled_us))?;
         columns.add("awaited_us", 1, &u32s(|rank| rank.awaited_us))?;
-        columns.add("placed_us", 1, &u64s(|rank| rank.placed_us))?;
-        columns.add("exchanged_us", 1, &u64s(|rank| rank.exchanged_us))?;
+        columns.add("worked_ms", 2, &ranks.iter().flat_map(|rank| rank.worked_ms).collect::<Vec<_>>())?;
         columns.add("held_up_us", 2, &ranks.iter().flat_map(|rank| rank.held_up_us).collect::<Vec<_>>())?;
         columns.add("count", classes, &sums().map(|sum| sum.count).collect::<Vec<_>>())?;
         columns.add("bytes", classes, &sums().map(|sum| sum.bytes).collect::<Vec<_>>())?;
@@ -185,14 +184,14 @@ impl Collected {
         let (paused, _) = columns.get::<u64>("paused_us", rows)?;
         let (stalled, _) = columns.get::<u32>("stalled_us", rows)?;
         let (awaited, _) = columns.get::<u32>("awaited_us", rows)?;
-        let (placed, _) = columns.get::<u64>("placed_us", rows)?;
-        let (exchanged, _) = columns.get::<u64>("exchanged_us", rows)?;
+        let (worked, worked_width) = columns.get::<u32>("worked_ms", rows)?;
         let (held_up, held_up_width) = columns.get::<u32>("held_up_us", rows)?;
         let sums = sums(&columns, rows)?
             .ok_or_else(|| corrupt("sums: expected one for each kind, found others".to_owned()))?;
         let (failure, _) = columns.get::<u32>("failure", rows)?;
         let (slowest, _) = columns.get::<u32>("slowest", rows)?;
-        let (widths, expected) = ([phases_width, held_up_width, failed_width], [Phase::ALL.len(), 2, 2]);
+        let (widths, expected) =
+            ([phases_width, held_up_width, failed_width, worked_width], [Phase::ALL.len(), 2, 2, 2]);
         if widths != expected {
             return Err(corrupt(format!("expected rows of {expected:?} numbers, found {widths:?}")));
         }
@@ -213,8 +212,7 @@ impl Collected {
                 paused_us: paused[rank],
                 stalled_us: stalled[rank],
                 awaited_us: awaited[rank],
-                placed_us: placed[rank],
-                exchanged_us: exchanged[rank],
+                worked_ms: [worked[2 * rank], worked[2 * rank + 1]],
                 held_up_us: [held_up[2 * rank], held_up[2 * rank + 1]],
                 slowest: text(slowest[rank]),
                 is_page_locked: locked[rank] != 0,
@@ -386,8 +384,7 @@ pub(crate) mod tests {
             paused_us: 20,
             stalled_us: 1_100,
             awaited_us: 70 + rank as u32,
-            placed_us: 60_000 + rank as u64,
-            exchanged_us: 50_000 + rank as u64,
+            worked_ms: [60 + rank as u32, 50],
             held_up_us: [rank as u32, 90],
             slowest: "model/a.safetensors".to_owned(),
             is_page_locked: rank != 0,

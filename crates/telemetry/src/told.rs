@@ -363,7 +363,7 @@ mod tests {
         let mut small = collected(8);
         small.told = told(0..8, 20);
         let bytes = small.encode().unwrap();
-        assert!(bytes.len() <= 16_100, "{}", bytes.len());
+        assert!(bytes.len() <= 16 << 10, "{}", bytes.len());
         assert_eq!(Collected::decode("here", &bytes).unwrap(), small);
         // Each rank of a large job failed in its own way, names are long, and many events were told.
         let mut large = collected(8960);

@@ -363,8 +363,8 @@ fn cause(collected: &Collected, said: &Digest, phase: &str, lost_ms: f64) -> (&'
         );
     }
     if phase == "read" {
-        let ms = |of: fn(&Digest) -> u64| move |said: &Digest| of(said) as f64 / 1e3;
-        let (placed, waited) = (ms(|said| said.placed_us), ms(|said| said.exchanged_us));
+        let of = |which: usize| move |said: &Digest| f64::from(said.worked_ms[which]);
+        let (placed, waited) = (of(0), of(1));
         let (own, median_ms) = (placed(said), median(collected.said().map(placed)));
         if own - median_ms > 0.5 * lost_ms && own > FACTOR * median_ms {
             let (own, usual) = (said_ms(own), said_ms(median_ms));

@@ -248,18 +248,18 @@ fn a_copy_without_memory_is_told_if_the_program_waited_for_it() {
 
 #[test]
 fn a_load_says_whether_its_threads_or_its_peers_were_slow() {
-    let load = |placed_us: u64, exchanged_us: u64| {
+    let load = |worked_ms: [u32; 2]| {
         let digest = |rank: usize| {
             let mut phases_us = [0; Phase::ALL.len()];
             let phases = [Phase::Opened, Phase::Matched, Phase::Agreed, Phase::Read, Phase::Loaded];
             for (number, phase) in (1..).zip(phases) {
                 phases_us[phase as usize] = number * 10_000;
             }
-            let mut said = Digest { phases_us, ended_us: 3_050_000, placed_us: 90_000, ..Digest::default() };
+            let mut said = Digest { phases_us, ended_us: 3_050_000, worked_ms: [90, 0], ..Digest::default() };
             said.phases_us[Phase::Loaded as usize] = 3_050_000;
             if rank == 2 {
                 said.phases_us[Phase::Read as usize] = 3_040_000;
-                (said.placed_us, said.exchanged_us) = (placed_us, exchanged_us);
+                said.worked_ms = worked_ms;
             }
             Some(said)
         };
@@ -267,10 +267,10 @@ fn a_load_says_whether_its_threads_or_its_peers_were_slow() {
         let ranks = (0..4).map(digest).collect();
         Collected { verb: Verb::Load, step: 1, began_unix_ms: 0, writer, missing: Vec::new(), ranks, told }
     };
-    let found = |placed_us, exchanged_us| first(&load(placed_us, exchanged_us));
-    assert_eq!(found(2_900_000, 0), ("rank 2".to_owned(), "read", "processor"));
-    assert_eq!(found(95_000, 2_800_000), ("rank 2".to_owned(), "read", "peers"));
-    assert_eq!(found(95_000, 0), ("rank 2".to_owned(), "read", "held_up"));
+    let found = |worked_ms| first(&load(worked_ms));
+    assert_eq!(found([2_900, 0]), ("rank 2".to_owned(), "read", "processor"));
+    assert_eq!(found([95, 2_800]), ("rank 2".to_owned(), "read", "peers"));
+    assert_eq!(found([95, 0]), ("rank 2".to_owned(), "read", "held_up"));
 }
 
 #[test]

@@ -230,7 +230,7 @@ class FsdpModules(Modules):
         expect_understood_module(module)
         state: OrderedDict[str, Any] = OrderedDict()
         metadata: dict[str, dict[str, Any]] = {}
-        state._metadata = metadata  # type: ignore[attr-defined]  # as PyTorch's own
+        vars(state)["_metadata"] = metadata  # as PyTorch's own
         _collect(module, "", state, metadata)
         paths: dict[int, list[str]] = {}
         for path, part in module.named_modules(remove_duplicate=False):
@@ -295,7 +295,7 @@ def _collect(module: nn.Module, prefix: str, state: dict[str, Any], metadata: di
             "which would gather for that: give it get_extra_state() instead, or shard it with FSDP2 (fully_shard)"
         )
     own = vars(module)
-    metadata[prefix[:-1]] = {"version": module._version}
+    metadata[prefix[:-1]] = {"version": getattr(module, "_version", 1)}
     for hook in own["_state_dict_pre_hooks"].values():
         if not _is_of_wrapper(hook):
             hook(module, prefix, True)

@@ -170,7 +170,7 @@ def _with_versions(
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, dict):
         return given
-    given._metadata = metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]  # as PyTorch's own
+    vars(given)["_metadata"] = metadata = copy.deepcopy(metadata)  # as PyTorch's own
     for path, version in versions.items():
         above = f"{path}." if path else ""
         local = metadata.get(above.removeprefix(prefix).rstrip(".")) if above.startswith(prefix) else None

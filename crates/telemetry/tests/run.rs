@@ -206,7 +206,9 @@ fn a_rank_that_says_nothing_is_named_and_the_save_stands() {
     drop(engines.pop());
     saves.iter().for_each(|save| save.over(DEADLINE));
     let save = &read(dir.path()).saves[0];
-    assert_eq!((save.outcome, &save.not_reporting), ("committed", &vec![1, 2]));
+    // Rank 1 is left out, too, if it comes after rank 2 has gone.
+    let not_reporting: &[usize] = &save.not_reporting;
+    assert!(save.outcome == "committed" && matches!(not_reporting, [2] | [1, 2]), "{not_reporting:?}");
     let missing = save.verdicts.iter().find(|verdict| verdict.cause == "missing").unwrap();
     assert_eq!(missing.subject, "rank 2");
 }

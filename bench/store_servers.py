@@ -187,7 +187,7 @@ def missing(name: str = MINIO) -> str | None:
 
 @contextmanager
 def _started(name: str) -> Iterator[dict[str, str]]:
-    """What is told of a new server, which ends with this process at the latest."""
+    """Starts a server, which ends with this process at the latest; yields what the script prints of it."""
     start = [SCRIPT, "start", "--with", str(os.getpid()), name]
     line = subprocess.run(start, check=True, stdout=subprocess.PIPE, text=True).stdout
     values = dict(pair.split("=", 1) for pair in line.split())

@@ -220,7 +220,7 @@ def test_a_newer_checkpoint_goes_into_an_older_class_and_into_one_without_hooks(
         model = nn.ModuleList([kind()])
         plan = sf.load(tmp_path / "one", {"model": model})
         assert values_of(model) == {1.0} and plan.unexpected == []
-        assert getattr(model[0], "versions", [2]) == [2], "as PyTorch: the class is told"
+        assert getattr(model[0], "versions", [2]) == [2], "as PyTorch: load hooks get the version of the class"
 
 
 def test_what_a_load_leaves_out_is_not_migrated(tmp_path):

@@ -168,7 +168,7 @@ def test_the_time_in_which_a_call_reads_the_state_counts(ranks, tmp_path):
         assert one["phases"]["describe"][1] >= 800 > one["phases"]["describe"][0], one["phases"]
         (found,) = [verdict for verdict in one["verdicts"] if verdict["phase"] == "describe"]
         assert (found["subject"], found["cause"]) == ("rank 1", "state") and "state_dict()" in found["text"], found
-        # On a busy machine its call may also begin late, which is told where that cost more.
+        # On a busy machine rank 1 may also call late; the report says so if that cost more time.
         late = [verdict["lost_ms"] for verdict in one["verdicts"] if verdict["cause"] == "called_late"]
         assert all(lost_ms > found["lost_ms"] for lost_ms in late), one["verdicts"]
 

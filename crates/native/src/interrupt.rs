@@ -54,7 +54,7 @@ pub(crate) fn interruptible<T: Send>(py: Python<'_>, call: impl FnOnce() -> Resu
 pub(crate) fn abandonable<T: Send + 'static>(py: Python<'_>, call: impl FnOnce() -> T + Send + 'static) -> PyResult<T> {
     let (sender, answer) = crossbeam_channel::bounded(1);
     let body = move || {
-        // Nobody receives what was left alone.
+        // After an interrupt the caller has gone: the answer is dropped.
         let _ = sender.send(call());
     };
     let thread = thread::Builder::new().name("shardfast-call".to_owned()).spawn(body);

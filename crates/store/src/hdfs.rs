@@ -71,8 +71,8 @@ const DELETES_AT_A_TIME: usize = 16;
 /// Time for a call to the NameNode, or without progress of a read or a write.
 const STILL_MAX: Duration = Duration::from_secs(30);
 
-/// Time for which it is found out whether an object was published, and the pauses between the questions: nobody else
-/// can do that later.
+/// Time for which the store asks the NameNode whether it has published an object, and the pauses between the questions:
+/// later callers cannot tell.
 const SETTLED_WITHIN: Duration = Duration::from_secs(120);
 const SETTLES_EVERY: Duration = Duration::from_secs(2);
 
@@ -303,8 +303,8 @@ impl Cluster {
         self.call(op, name, requests, self.client.delete(path, false)).map(|_| ())
     }
 
-    /// Makes the directory of a path, once for each store: those that the NameNode makes by itself are writable for
-    /// whoever may write above them.
+    /// Makes the directory of a path, once for each store. A directory that the NameNode makes by itself inherits the
+    /// permissions of the one above.
     fn make_dir(&self, op: Action, name: &str, path: &str) -> Result<()> {
         let made = || self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let dir = path.rsplit_once('/').map_or("", |(dir, _)| dir);

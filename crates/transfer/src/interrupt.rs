@@ -1,7 +1,7 @@
 //! Ends calls early because the program asks for it, such as by Ctrl-C.
 //!
 //! A call runs on a thread [`within`] its interrupt, and what it does there looks at it: tries that follow each other,
-//! reads, and waits that can be cut. Whoever made the interrupt asks for the end from another thread.
+//! reads, and waits that can be cut. The caller asks for the end from another thread.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};

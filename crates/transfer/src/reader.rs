@@ -88,7 +88,7 @@ impl Files {
         Files { store, place, manifest, timeout, observed: None, missing, open, order: Mutex::default() }
     }
 
-    /// Notes what is done with bytes of the load, if somebody asks.
+    /// Reports an event of the load to its observer, if there is one.
     pub fn moves(&self, event: &Event<'_>) {
         if let Some(load) = &self.observed {
             load.noted(event);

@@ -1,4 +1,5 @@
-//! Remembers what a client of a network file system was told, as if no time passed: until it asks anew.
+//! Simulates the cache of a network file system's client. Nothing in it expires; the client drops an answer when it
+//! asks the server anew.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;

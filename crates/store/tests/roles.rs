@@ -6,7 +6,7 @@ mod http;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use shardfast_store::testing::conformance;
 use shardfast_store::testing::noted::Noted;
@@ -19,6 +19,12 @@ use crate::http::{Message, answer, pass_on, serve};
 const AT: &str = "region = us-east-1\n";
 
 const ROLE: &str = "role_arn = arn:aws:iam::123456789012:role/saver\n";
+
+/// Time that keys last; they are used for half of it.
+const LASTS: Duration = Duration::from_secs(12);
+
+/// Time after which keys have been used for half of theirs.
+const HALF: Duration = Duration::from_millis(6500);
 
 /// A recorded request.
 #[derive(Clone, Debug)]
@@ -138,6 +144,31 @@ fn of_one_role(objects: &[Seen], key: &str) -> String {
     first.key.clone()
 }
 
+/// Checks that keys of 12 s, which are about to expire, are asked for again before they do, and that these last when
+/// STS refuses others. Returns whether the keys were still valid then: a busy machine may take longer.
+fn renewed(place: &dyn Store, noted: &Noted, watch: &Watch, (key, old): (&str, &str)) -> bool {
+    *watch.expired.lock().unwrap() = None;
+    std::thread::sleep(HALF);
+    noted.take();
+    let begun = Instant::now();
+    place.put("again", b"bytes").unwrap();
+    let (asked, objects) = watch.take();
+    // Requests to STS are not counted as such to the store.
+    assert_eq!((asked.len(), objects.len(), noted.requests().puts), (1, 1, 1));
+    assert_ne!(objects[0].key, old);
+
+    *watch.expired.lock().unwrap() = Some(key.to_owned());
+    std::thread::sleep(HALF);
+    let put = place.put("again", b"bytes");
+    let (asked, others) = watch.take();
+    if put.is_err() && begun.elapsed() > LASTS {
+        return false;
+    }
+    put.unwrap();
+    assert_eq!((asked.len(), &others[0].key), (1, &objects[0].key));
+    true
+}
+
 /// Tests that the keys of a role are requested, used and renewed.
 fn keys_of_a_role(server: &Server) {
     let watch = Watch::default();
@@ -178,29 +209,16 @@ fn keys_of_a_role(server: &Server) {
 
     // Keys that the service does not take any more are asked for again.
     *watch.expired.lock().unwrap() = Some(first.clone());
-    *watch.lasts.lock().unwrap() = Some(Duration::from_secs(12)); // they are used for half of it
+    *watch.lasts.lock().unwrap() = Some(LASTS);
     assert_eq!(place.put("again", b"bytes").unwrap_err().kind, Kind::Unavailable);
     place.put("again", b"bytes").unwrap();
     let second = watch.take().1.last().unwrap().key.clone();
     assert_ne!(second, first);
 
-    // So are those that expire soon, before they do.
+    // So are those that expire soon.
     place.put("again", b"bytes").unwrap();
     assert_eq!(watch.take().0.len(), 0);
-    std::thread::sleep(Duration::from_millis(6500));
-    noted.take();
-    place.put("again", b"bytes").unwrap();
-    let (asked, objects) = watch.take();
-    // Requests to STS are not counted as such to the store.
-    assert_eq!((asked.len(), objects.len(), noted.requests().puts), (1, 1, 1));
-    assert_ne!(objects[0].key, second);
-
-    // Those that last are used on while STS refuses others.
-    *watch.expired.lock().unwrap() = Some(key.to_owned());
-    std::thread::sleep(Duration::from_millis(6500));
-    place.put("again", b"bytes").unwrap();
-    let (asked, others) = watch.take();
-    assert_eq!((asked.len(), &others[0].key), (1, &objects[0].key));
+    assert!((0..5).any(|_| renewed(&*place, &noted, &watch, (key, &second))));
 }
 
 fn put_with(server: &Server, endpoint: &str, text: &str) -> Result<(), Error> {

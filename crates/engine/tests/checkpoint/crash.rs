@@ -87,15 +87,17 @@ fn a_save_that_dies_at_any_system_call_leaves_no_broken_checkpoint() {
             assert_eq!(violation(&after, saved), None, "died at call {at}, crashed with seed {seed}");
             visible.insert((saved, survey(&after) == Ok(true)));
         }
-        assert!(saved || disk.calls().len() > at);
-        (visible.len(), disk.calls().len() > at)
+        let calls = disk.calls();
+        assert!(saved || calls.len() > at);
+        (visible.len(), calls)
     };
-    let calls = (0..).find(|&at| !dies(at).1).unwrap();
-    assert!(calls > 60, "only {calls} system calls were cut off");
+    let calls = (0..).map(|at| (at, dies(at).1)).find(|(at, calls)| calls.len() <= *at).unwrap().1;
+    assert!(calls.len() > 60, "only {} system calls were cut off", calls.len());
     // One call stands between a commit that is seen and one that succeeds, and threads may swap its number with that of
     // another one.
-    let mut last_ones = (0..20).flat_map(|_| calls - 20..calls);
-    assert!(last_ones.any(|at| dies(at).0 == 3));
+    let commit = calls.iter().rposition(|call| call.name == "rename_noreplace").unwrap();
+    let mut those_near = (0..20).flat_map(|_| commit - 10..commit + 10);
+    assert!(those_near.any(|at| dies(at).0 == 3));
     // Died and invisible; died after the commit was seen; saved.
     assert_eq!(visible, BTreeSet::from([(false, false), (false, true), (true, true)]));
 }

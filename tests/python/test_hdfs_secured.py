@@ -90,6 +90,26 @@ def test_tickets_come_from_a_keytab_or_from_the_cache(kerberos):
 
 
 @IN_CAMPAIGNS
+def test_a_token_of_the_file_lets_parts_be_joined_and_stands_in_for_a_ticket(kerberos, tmp_path):
+    file = tmp_path / "tokens"
+    kerberos.tool("org.apache.hadoop.hdfs.tools.DelegationTokenFetcher", "--renewer", "hdfs", file)
+    token, url = {"HADOOP_TOKEN_FILE_LOCATION": str(file)}, kerberos.hdfs("token")
+    assert reasons(ran("save", url, {**kerberos.environment, **token})) == []
+    files = blocks_of(kerberos, "token")
+    assert len(files) == 1 and "2 block(s)" in files[0], files
+    # The token names the address.
+    nothing = {"KRB5CCNAME": str(tmp_path / "none"), "KRB5_CLIENT_KTNAME": "/dev/null"}
+    url = kerberos.hdfs("token/other").replace("localhost", "127.0.0.1")
+    assert reasons(ran("save", url, {**kerberos.environment, **nothing, **token})) == []
+
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"HDTS\x05"):
+        file.write_bytes(damaged)
+        said = ran("save", url, {**kerberos.environment, **nothing, **token})
+        assert said["kind"] == "Invalid" and f"HADOOP_TOKEN_FILE_LOCATION names {file}" in said["error"], said
+
+
+@IN_CAMPAIGNS
 def test_without_a_ticket_the_error_says_so_soon(kerberos, tmp_path):
     url, nothing = kerberos.hdfs("refused"), {"KRB5CCNAME": str(tmp_path / "none"), "KRB5_CLIENT_KTNAME": "/dev/null"}
     for what in ("save", "load"):

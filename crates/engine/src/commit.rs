@@ -23,7 +23,7 @@ use shardfast_format::{
     COMMIT, Commit, FORMAT_MAJOR, FORMAT_MINOR, FileEntry, Manifest, SaveInfo, hugging_face_index, manifest_name,
     sha256,
 };
-use shardfast_store::{Store, join};
+use shardfast_store::{Service, Store, join, said_bytes};
 use shardfast_transfer::error::{Error, Kind, Patience, Result, retry};
 use shardfast_transfer::progress::{Notes, Progress};
 use shardfast_transfer::timeout::Timeout;
@@ -159,11 +159,24 @@ fn take_back_if_hollow(store: &dyn Store, files: &[(String, u64)], within: Patie
     }
 }
 
-/// Checks that a new checkpoint may go there: none is committed there yet, and it holds no foreign files.
-pub(crate) fn admit(store: &dyn Store, destination: &Destination) -> Result<()> {
+/// Checks that a new checkpoint may go there: none is committed there yet, it holds no foreign files, and the storage
+/// has no quota below `bytes_min`, which the checkpoint needs at least.
+pub(crate) fn admit(store: &dyn Store, destination: &Destination, bytes_min: u64) -> Result<()> {
     refuse_taken(store, destination)?;
     // The caller tries it again.
-    contents::refuse_foreign(store, &destination.url, 1, Duration::ZERO)
+    contents::refuse_foreign(store, &destination.url, 1, Duration::ZERO)?;
+    match store.service().and_then(Service::quota) {
+        Some(quota) if quota.left_bytes < bytes_min => {
+            let [needed, left, all] = [bytes_min, quota.left_bytes, quota.bytes].map(|bytes| said_bytes(bytes as f64));
+            let message = format!(
+                "save {}: expected room for {needed} below the quota of {}, found {left} of {all} left: raise the \
+                 quota or keep fewer checkpoints",
+                destination.url, quota.of
+            );
+            Err(Error::new(Kind::Exhausted, message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Checks that no checkpoint is committed there yet.

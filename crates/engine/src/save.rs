@@ -173,7 +173,7 @@ impl Save<'_> {
     /// Makes rank 0's last check of the place before ranks agree.
     fn admit(&self) -> Result<()> {
         let store = self.store()?;
-        retry(self.patience(), || commit::admit(store, self.destination))
+        retry(self.patience(), || commit::admit(store, self.destination, self.state.catalog.tensor_bytes()))
     }
 
     /// Captures and writes this rank's parts, and reads the other ranges that are compared.

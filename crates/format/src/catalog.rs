@@ -96,6 +96,16 @@ pub struct Catalog {
 }
 
 impl Catalog {
+    /// Returns the bytes of the whole tensors of these leaves, of which other ranks may hold parts, too. Encoded values
+    /// count as none.
+    pub fn tensor_bytes(&self) -> u64 {
+        let bytes = |leaf: &Leaf| match &leaf.body {
+            LeafBody::Tensor { dtype, shape, .. } => tensor_bytes(*dtype, shape).unwrap_or(0),
+            LeafBody::Object { .. } | LeafBody::Alias { .. } => 0,
+        };
+        self.leaves.iter().map(bytes).fold(0, u64::saturating_add)
+    }
+
     /// Returns a SHA-256 of names, kinds, dtypes, shapes and regions, without the layouts. Catalogs with equal
     /// fingerprints have the same plan.
     pub fn fingerprint(&self) -> [u8; 32] {

@@ -95,3 +95,12 @@ pub(crate) fn too_short(name: impl Into<String>, found: u64, offset: u64, length
     let message = format!("expected {length} bytes at {offset}, found an object of {found} bytes");
     Error::new(Kind::Corrupt, "read", name, message)
 }
+
+/// Returns a number of bytes as text.
+pub fn said_bytes(bytes: f64) -> String {
+    const UNITS: [&str; 5] = ["B", "KB", "MB", "GB", "TB"];
+    let power = UNITS.iter().enumerate().skip(1).take_while(|(i, _)| bytes >= 1e3_f64.powi(*i as i32)).count();
+    let number = bytes / 1e3_f64.powi(power as i32);
+    let digits = if power == 0 || number >= 100.0 { 0 } else { 1 };
+    format!("{number:.digits$} {}", UNITS[power])
+}

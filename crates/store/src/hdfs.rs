@@ -11,13 +11,15 @@
 //! 4. *Names* are durable when the NameNode answers: `sync` has nothing to do. HDFS has no `:` in names, so it is
 //!    stored percent-encoded.
 //!
-//! [`configuration`] reads Hadoop's files, [`rest`] makes the calls that the client library lacks, [`writer`] and
-//! [`reader`] move bytes, and [`failure`] interprets refusals. Nothing is repeated here: the engine retries.
+//! [`configuration`] and [`token`] read Hadoop's files, [`rest`] makes the calls that the client library lacks,
+//! [`writer`] and [`reader`] move bytes, and [`failure`] interprets refusals. Nothing is repeated here: the engine
+//! retries.
 
 mod configuration;
 mod failure;
 mod reader;
 mod rest;
+mod token;
 mod writer;
 
 use std::borrow::Cow;
@@ -44,7 +46,7 @@ use crate::place::{Url, decoded, join};
 use crate::remote::{Flow, Network};
 use crate::write::Writes;
 use crate::{
-    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Requests, Result,
+    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Quota, ReadNeeds, Requests, Result,
     Service, Shared, Store, Upload, name,
 };
 
@@ -135,16 +137,17 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
         return Err(invalid("expected a name in HADOOP_USER_NAME, found none: unset it, or name the user".to_owned()));
     }
     let key = format!("{server} {settings:?} {user:?} {}", configuration.fingerprint());
-    let Known { client, silence } = network.client(&key, || {
+    let Known { client, memory } = network.client(&key, || {
         let client = ClientBuilder::new()
             .with_url(&server)
             .with_config(settings)
             .with_io_runtime(network.handle(&server)?)
             .build()
             .map_err(|error| failure::of(&error, Action::Open.word(), url.shown()))?;
-        Ok(Known { client, silence: Arc::default() })
+        Ok(Known { client, memory: Arc::default() })
     })?;
-    let rest = Rest::new(network.connector().client(), &configuration, url.scheme, &authority, &root, silence);
+    let rest = Rest::new(network.connector().client(), &configuration, url.scheme, &authority, &root, memory);
+    let rest = rest.map_err(invalid)?;
     let umask = configuration.umask().map_err(invalid)?;
     options.permission = 0o666 & !umask;
     let (reports, sending) = (shared.reports.clone(), Flow::up_to(WRITES_MAX));
@@ -198,11 +201,11 @@ struct HdfsStore {
     cluster: Arc<Cluster>,
 }
 
-/// Client of a cluster that the stores of a process share, and since when the cluster's REST interface was silent.
+/// Client of a cluster that the stores of a process share, and what they remember of its REST interface.
 #[derive(Clone)]
 struct Known {
     client: Client,
-    silence: Arc<Mutex<Option<Instant>>>,
+    memory: Arc<Mutex<rest::Memory>>,
 }
 
 /// Directory of a store, with its client and network.
@@ -280,6 +283,11 @@ impl Cluster {
         let done = done.map_err(|error| failure::of(&error, op.word(), join(&self.url, name)));
         self.reports.asked(began, op, name, range(done.as_ref().ok()), requests, done.as_ref().err());
         done
+    }
+
+    /// Waits for what the REST interface tells, if anything.
+    fn asked<T>(&self, call: impl Future<Output = Option<T>>) -> Option<T> {
+        self.network.wait(&self.url, call).ok().flatten()
     }
 
     /// Runs one call to the NameNode.
@@ -517,7 +525,10 @@ impl Store for HdfsStore {
     }
 
     fn free_bytes(&self) -> Option<u64> {
-        None
+        let Cluster { rest, root, options, .. } = &*self.cluster;
+        let (left, free) = (rest.quota(root, options.replication), rest.free_bytes(root, options.replication));
+        let left = self.cluster.asked(left).map(|quota| quota.left_bytes);
+        left.into_iter().chain(self.cluster.asked(free)).min()
     }
 
     fn service(&self) -> Option<&dyn Service> {
@@ -544,6 +555,17 @@ impl Service for HdfsStore {
 
     fn abort_upload(&self, _: &Upload) -> Result<()> {
         Ok(())
+    }
+
+    fn quota(&self) -> Option<Quota> {
+        let Cluster { rest, root, options, .. } = &*self.cluster;
+        self.cluster.asked(async {
+            let mut quota = rest.quota(root, options.replication).await?;
+            // Asked last: the other ranks may have begun to write.
+            let own = rest.used_bytes(root, options.replication).await;
+            quota.left_bytes = quota.bytes.min(quota.left_bytes + own);
+            Some(quota)
+        })
     }
 }
 

@@ -50,7 +50,7 @@ pub mod testing;
 pub mod uring;
 mod write;
 
-pub use error::{Error, Kind, Result};
+pub use error::{Error, Kind, Result, said_bytes};
 pub use local::probe;
 pub use map::Mapping;
 pub use name::{is_temporary, temporary};
@@ -216,6 +216,10 @@ pub trait Service: Send + Sync {
 
     /// Aborts an upload, and drops the parts that were sent. A missing upload is no error.
     fn abort_upload(&self, upload: &Upload) -> Result<()>;
+
+    /// Returns the quota on this store, below which its own objects count as room; `None` if there is none, or if the
+    /// service does not tell now.
+    fn quota(&self) -> Option<Quota>;
 }
 
 /// Message of a storage that keeps no checksums.
@@ -406,6 +410,17 @@ pub struct Location {
     pub bucket: String,
     /// Prefix of the objects' names: empty, or ending in `/`.
     pub prefix: String,
+}
+
+/// Limit of a service for the bytes of the objects in some directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Quota {
+    /// Directory, as the service calls it.
+    pub of: String,
+    /// Bytes of objects that fit in all.
+    pub bytes: u64,
+    /// Bytes of objects that still fit.
+    pub left_bytes: u64,
 }
 
 /// State that the stores of one program share: the devices on which names were claimed, and the client of remote

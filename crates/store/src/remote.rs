@@ -49,8 +49,8 @@ use crate::observe::{Action, Reports};
 use crate::place::join;
 use crate::write::Writes;
 use crate::{
-    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, ReadNeeds, Result, Service, Shared,
-    Store, Upload, name,
+    Entry, Error, Kind, Location, Needs, ObjectReader, ObjectWriter, Parts, Pieces, Quota, ReadNeeds, Result, Service,
+    Shared, Store, Upload, name,
 };
 
 pub(crate) use endpoint::is_http;
@@ -664,6 +664,10 @@ impl Service for RemoteStore {
             Err(error) if error.kind == Kind::NotFound => Ok(()),
             done => done,
         }
+    }
+
+    fn quota(&self) -> Option<Quota> {
+        None
     }
 }
 

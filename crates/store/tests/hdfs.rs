@@ -5,7 +5,7 @@ use std::sync::Arc;
 use shardfast_store::testing::conformance::{self, pattern, write_object};
 use shardfast_store::testing::noted::Noted;
 use shardfast_store::testing::servers::Server;
-use shardfast_store::{Action, Kind, Store, open};
+use shardfast_store::{Action, Kind, Quota, Service, Store, open};
 
 /// Length of an object of four parts, the last one short.
 const LONG: usize = (96 << 20) + 12_345;
@@ -31,6 +31,7 @@ fn a_real_hdfs_keeps_the_contract() {
         parts_are_copied_where_concat_is_refused(server);
         an_unfinished_object_leaves_nothing(server);
         refusals_have_their_kinds(server);
+        a_quota_counts_coded_bytes_once(server);
         let healthy = server.tool(&["org.apache.hadoop.hdfs.tools.DFSck", "/"]);
         assert!(healthy.contains("The filesystem under path '/' is HEALTHY"), "{healthy}");
     });
@@ -72,6 +73,16 @@ fn an_unfinished_object_leaves_nothing(server: &Server) {
     assert_eq!(names(&*store, "step"), Vec::<String>::new());
 }
 
+fn a_quota_counts_coded_bytes_once(server: &Server) {
+    let store = open(&server.hdfs("coded")).unwrap();
+    let [path, coder] = ["/shardfast-test/coded", "org.apache.hadoop.hdfs.tools.ECAdmin"];
+    server.tool(&["org.apache.hadoop.fs.FsShell", "-mkdir", path]);
+    server.tool(&[coder, "-enablePolicy", "-policy", "XOR-2-1-1024k"]);
+    server.tool(&[coder, "-setPolicy", "-policy", "XOR-2-1-1024k", "-path", path]);
+    server.tool(&["org.apache.hadoop.hdfs.tools.DFSAdmin", "-setSpaceQuota", "900", path]);
+    assert_eq!(store.free_bytes(), Some(900));
+}
+
 fn refusals_have_their_kinds(server: &Server) {
     let (url, admin) = (server.hdfs("refused"), "org.apache.hadoop.hdfs.tools.DFSAdmin");
     let store = open(&url).unwrap();
@@ -79,9 +90,16 @@ fn refusals_have_their_kinds(server: &Server) {
     let kind = |name: &str| store.put(name, b"x").unwrap_err().kind;
     assert_eq!(kind("file/below"), Kind::Invalid, "a file is no directory");
     server.tool(&[admin, "-setSpaceQuota", "1000", "/shardfast-test/refused"]);
+    let quota = store.service().and_then(Service::quota).unwrap();
+    // Each byte is stored three times.
+    let expected = Quota { of: "/shardfast-test/refused".to_owned(), bytes: 333, left_bytes: 333 };
+    assert_eq!(quota, expected);
+    assert_eq!(store.free_bytes(), Some(332));
     let error = store.put("full", b"x").unwrap_err();
     assert_eq!((error.kind, error.message.contains("quota")), (Kind::Exhausted, true), "{error}");
     server.tool(&[admin, "-clrSpaceQuota", "/shardfast-test/refused"]);
+    assert_eq!(store.service().and_then(Service::quota), None);
+    assert!(store.free_bytes().unwrap() > 1 << 30);
     server.tool(&[admin, "-safemode", "enter"]);
     let error = store.put("safe", b"x").unwrap_err();
     assert_eq!((error.kind, error.wait.is_some()), (Kind::Unavailable, true), "{error}");

@@ -7,9 +7,10 @@ use std::collections::VecDeque;
 
 use serde::Serialize;
 use shardfast_engine::{Error, Result};
+use shardfast_store::said_bytes;
 
 use crate::report::Operation;
-use crate::verdicts::{Verdict, median, said_bytes, said_ms};
+use crate::verdicts::{Verdict, median, said_ms};
 
 /// Saves that medians are of, the newest.
 pub(crate) const KEPT: usize = 100;

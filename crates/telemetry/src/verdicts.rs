@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use shardfast_engine::listen::Verb;
+use shardfast_store::said_bytes;
 use shardfast_transfer::events::Phase;
 
 use crate::digest::{Digest, Place, Sum};
@@ -590,15 +591,6 @@ pub(crate) fn said_ms(ms: f64) -> String {
     } else {
         format!("{:.1} s", ms / 1e3)
     }
-}
-
-/// Returns a number of bytes as text.
-pub(crate) fn said_bytes(bytes: f64) -> String {
-    const UNITS: [&str; 5] = ["B", "KB", "MB", "GB", "TB"];
-    let power = UNITS.iter().enumerate().skip(1).take_while(|(i, _)| bytes >= 1e3_f64.powi(*i as i32)).count();
-    let number = bytes / 1e3_f64.powi(power as i32);
-    let digits = if power == 0 || number >= 100.0 { 0 } else { 1 };
-    format!("{number:.digits$} {}", UNITS[power])
 }
 
 #[cfg(test)]

@@ -2,24 +2,36 @@
 //!
 //! [WebHDFS]: https://hadoop.apache.org/docs/stable/hadoop-project-dist/hadoop-hdfs/WebHDFS.html
 
+use std::collections::HashSet;
 use std::env;
 use std::future::Future;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use http::{Method, Request};
 use object_store::client::{HttpClient, HttpRequestBody};
 use serde::Deserialize;
+use serde_json::Value;
 use tokio::time::timeout;
 
 use super::STILL_MAX;
 use super::configuration::Configuration;
+use super::token;
+use crate::Quota;
 
 /// Longest list of sources in a request's URL, in bytes: a NameNode takes 64 KiB of headers.
 const SOURCES_BYTES: usize = 16 << 10;
 
 /// Time for which an interface that did not answer is not asked again: a call may take [`STILL_MAX`].
 const SILENT_FOR: Duration = Duration::from_secs(600);
+
+/// Time for an answer that a save can do without.
+const TOLD_WITHIN: Duration = Duration::from_secs(5);
+
+/// Number of files and directories below a directory that take a NameNode long to walk over.
+const FILES_MANY: u64 = 100_000;
 
 /// Exception of a NameNode that is not the active one of its pair.
 const STANDBY: &str = "StandbyException";
@@ -29,13 +41,22 @@ pub(super) struct Rest {
     client: HttpClient,
     /// Addresses of the NameNodes, of which one is active.
     addresses: Vec<String>,
-    user: String,
+    /// Parameter of a URL that says who calls.
+    caller: String,
     /// The store's directory, and what it is called at the NameNode.
     mount: (String, String),
     /// Reason why there are no such calls.
     missing: Option<&'static str>,
+    memory: Arc<Mutex<Memory>>,
+}
+
+/// Memory that the stores of a cluster share.
+#[derive(Default)]
+pub(super) struct Memory {
     /// Time at which none of the NameNodes answered.
-    silence: Arc<Mutex<Option<Instant>>>,
+    silence: Option<Instant>,
+    /// Directories above checkpoints without a quota.
+    without_quota: HashSet<String>,
 }
 
 /// Answer that refuses a call.
@@ -53,14 +74,17 @@ struct RemoteException {
 
 impl Rest {
     /// Makes the interface of the NameNodes that have `root`, a path of `scheme://authority`.
+    ///
+    /// # Errors
+    /// A message for a token that cannot be used.
     pub(super) fn new(
         client: HttpClient,
         configuration: &Configuration,
         scheme: &str,
         authority: &str,
         root: &str,
-        silence: Arc<Mutex<Option<Instant>>>,
-    ) -> Rest {
+        memory: Arc<Mutex<Memory>>,
+    ) -> Result<Rest, String> {
         let mounted = match scheme {
             "viewfs" => configuration.mount(authority, root).and_then(|(link, target)| {
                 let (authority, path) = target.strip_prefix("hdfs://")?.split_once('/')?;
@@ -68,10 +92,15 @@ impl Rest {
             }),
             _ => Some((authority.to_owned(), String::new(), String::new())),
         };
+        let is_secure = configuration.text("hadoop.security.authentication").is_some_and(|way| way != "simple");
+        let token = match &mounted {
+            Some((authority, ..)) if is_secure => token::of(authority)?,
+            _ => None,
+        };
         let missing = if configuration.is("dfs.webhdfs.enabled", "false") {
             Some("WebHDFS is switched off (dfs.webhdfs.enabled)")
-        } else if configuration.text("hadoop.security.authentication").is_some_and(|way| way != "simple") {
-            Some("WebHDFS of a cluster with Kerberos takes a token")
+        } else if is_secure && token.is_none() {
+            Some("WebHDFS of a cluster with Kerberos takes a token, and HADOOP_TOKEN_FILE_LOCATION names none of it")
         } else if mounted.is_none() {
             Some("the mount table has no link for this directory")
         } else {
@@ -79,9 +108,16 @@ impl Rest {
         };
         let (authority, link, target) = mounted.unwrap_or_default();
         let user = ["HADOOP_USER_NAME", "USER", "LOGNAME"].iter().find_map(|name| env::var(name).ok());
-        let user = user.unwrap_or_else(|| "root".to_owned());
+        let caller = match token {
+            Some(token) => format!("delegation={token}"),
+            None => format!("user.name={}", user.unwrap_or_else(|| "root".to_owned())),
+        };
         let addresses = configuration.http_addresses(&authority);
-        Rest { client, addresses, user, mount: (link, target), missing, silence }
+        Ok(Rest { client, addresses, caller, mount: (link, target), missing, memory })
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns a path's name at the NameNode, percent-encoded for a URL.
@@ -110,23 +146,87 @@ impl Rest {
     pub(super) async fn concat(&self, target: &str, sources: &[String]) -> Result<(), String> {
         let sources: Vec<String> = sources.iter().map(|path| self.path(path)).collect();
         let call = format!("{}?op=CONCAT&sources={}", self.path(target), sources.join(","));
-        self.call(&Method::POST, &call).await
+        if self.memory().silence.is_some_and(|since| since.elapsed() < SILENT_FOR) {
+            return Err(format!("no answer to calls before; it is asked again after {} s", SILENT_FOR.as_secs()));
+        }
+        let done = self.call(&Method::POST, &call, STILL_MAX).await;
+        if done.as_ref().is_err_and(|why| why.contains(NO_ANSWER)) {
+            self.memory().silence = Some(Instant::now());
+        }
+        done.map(drop)
     }
 
-    /// Makes a call at the active NameNode.
-    async fn call(&self, method: &Method, call: &str) -> Result<(), String> {
+    /// Returns the quota of space on the directory `root`: its own, or that of the first directory above which has one.
+    /// The NameNode walks over all files below a directory without a quota, so that such a one is asked about once.
+    pub(super) async fn quota(&self, root: &str, replication: Option<u32>) -> Option<Quota> {
+        for dir in ancestors(root) {
+            if self.memory().without_quota.contains(dir) {
+                continue;
+            }
+            let usage = &self.told(dir, "GETQUOTAUSAGE").await["QuotaUsage"];
+            // Without a quota the number is negative.
+            if let (Some(bytes), Some(used)) = (usage["spaceQuota"].as_u64(), usage["spaceConsumed"].as_u64()) {
+                let (copies, left_bytes) = (self.copies(root, replication).await, bytes.saturating_sub(used));
+                return Some(Quota { of: dir.to_owned(), bytes: bytes / copies, left_bytes: left_bytes / copies });
+            }
+            match usage["fileAndDirectoryCount"].as_u64() {
+                // Those above have yet more files.
+                Some(FILES_MANY..) => self.memory().without_quota.extend(ancestors(dir).map(str::to_owned)),
+                // A checkpoint's own directory is asked about once, and others may be its names.
+                Some(_) if dir != root => _ = self.memory().without_quota.insert(dir.to_owned()),
+                _ => {}
+            }
+        }
+        None
+    }
+
+    /// Returns the bytes of the objects in the directory `root`.
+    pub(super) async fn used_bytes(&self, root: &str, replication: Option<u32>) -> u64 {
+        let usage = &self.told(root, "GETQUOTAUSAGE").await["QuotaUsage"];
+        usage["spaceConsumed"].as_u64().unwrap_or(0) / self.copies(root, replication).await
+    }
+
+    /// Returns the bytes of objects in the directory `root` for which the DataNodes have room.
+    pub(super) async fn free_bytes(&self, root: &str, replication: Option<u32>) -> Option<u64> {
+        let bytes = self.told("/", "GETSTATUS").await["FsStatus"]["remaining"].as_u64()?;
+        Some(bytes / self.copies(root, replication).await)
+    }
+
+    /// Returns how often the bytes of an object in the directory `root` are stored, which is at least once. Codes that
+    /// need less than two copies count as one.
+    async fn copies(&self, root: &str, replication: Option<u32>) -> u64 {
+        for dir in ancestors(root) {
+            let status = &self.told(dir, "GETFILESTATUS").await["FileStatus"];
+            if status["ecPolicy"].is_string() {
+                return 1;
+            }
+            if status.is_object() {
+                break;
+            }
+        }
+        let copies = match replication {
+            Some(copies) => Some(copies.into()),
+            None => self.told("/", "GETSERVERDEFAULTS").await["FsServerDefaults"]["replication"].as_u64(),
+        };
+        copies.unwrap_or(1).max(1)
+    }
+
+    /// Returns what the NameNode tells of a directory; `Null` if nothing.
+    async fn told(&self, dir: &str, op: &str) -> Value {
+        let body = self.call(&Method::GET, &format!("{}?op={op}", self.path(dir)), TOLD_WITHIN).await;
+        body.ok().and_then(|body| serde_json::from_slice(&body).ok()).unwrap_or_default()
+    }
+
+    /// Makes a call at the active NameNode; returns the answer's body.
+    async fn call(&self, method: &Method, call: &str, limit: Duration) -> Result<Bytes, String> {
         if let Some(missing) = self.missing {
             return Err(missing.to_owned());
         }
-        let silence = || self.silence.lock().unwrap_or_else(PoisonError::into_inner);
-        if silence().is_some_and(|since| since.elapsed() < SILENT_FOR) {
-            return Err(format!("no answer to calls before; it is asked again after {} s", SILENT_FOR.as_secs()));
-        }
         let mut last = "the configuration has no address of WebHDFS for this name service".to_owned();
         for address in &self.addresses {
-            let url = format!("{address}/webhdfs/v1{call}&user.name={}", self.user);
-            match within(self.ask(method, &url)).await {
-                Ok(()) => return Ok(()),
+            let url = format!("{address}/webhdfs/v1{call}&{}", self.caller);
+            match within(limit, self.ask(method, &url)).await {
+                Ok(body) => return Ok(body),
                 Err(why) => {
                     let is_elsewhere = why.contains(STANDBY) || why.starts_with(NO_ANSWER);
                     last = format!("{address}: {why}");
@@ -136,22 +236,19 @@ impl Rest {
                 }
             }
         }
-        if last.contains(NO_ANSWER) {
-            *silence() = Some(Instant::now());
-        }
         Err(last)
     }
 
-    async fn ask(&self, method: &Method, url: &str) -> Result<(), String> {
+    async fn ask(&self, method: &Method, url: &str) -> Result<Bytes, String> {
         let request = Request::builder().method(method).uri(url).body(HttpRequestBody::empty());
         let request = request.map_err(|error| error.to_string())?;
         let answer =
             self.client.execute(request).await.map_err(|error| format!("{NO_ANSWER}: {}", innermost(&error)))?;
         let status = answer.status();
-        if status.is_success() {
-            return Ok(());
-        }
         let body = answer.into_body().bytes().await.map_err(|error| innermost(&error))?;
+        if status.is_success() {
+            return Ok(body);
+        }
         let why = serde_json::from_slice::<Refused>(&body).map(|refused| refused.exception);
         Err(why.map_or_else(
             |_| format!("it answered {status}"),
@@ -162,8 +259,14 @@ impl Rest {
 
 const NO_ANSWER: &str = "no answer";
 
-async fn within<T>(call: impl Future<Output = Result<T, String>>) -> Result<T, String> {
-    timeout(STILL_MAX, call).await.unwrap_or_else(|_| Err(format!("{NO_ANSWER} within {} s", STILL_MAX.as_secs())))
+async fn within<T>(limit: Duration, call: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+    timeout(limit, call).await.unwrap_or_else(|_| Err(format!("{NO_ANSWER} within {} s", limit.as_secs())))
+}
+
+/// Yields a directory and those above it.
+fn ancestors(dir: &str) -> impl Iterator<Item = &str> {
+    let dir = if dir.is_empty() { "/" } else { dir };
+    Path::new(dir).ancestors().filter_map(Path::to_str)
 }
 
 /// Returns the text of the innermost cause: the others repeat it, with the URL.

@@ -40,7 +40,7 @@ readonly servers=$PWD/target/servers
 readonly bucket=shardfast-test
 readonly region=us-east-1
 readonly start_seconds_max=240
-readonly stop_seconds_max=10
+readonly stop_seconds_max=60
 
 readonly ports_of_hdfs=16
 readonly names=(minio versitygw moto s3rver azurite hdfs hdfs-ha hdfs-kerberos hdfs-kms)

@@ -1,10 +1,17 @@
-"""A proxy before a NameNode's RPC port that spoils one call: refused, cut before or after it is carried out, silent."""
+"""Proxies before the nodes of an HDFS.
+
+One before a NameNode's RPC port spoils one call: refused, cut before or after it is carried out, silent. One before
+DataNodes cuts one connection in the middle of its bytes.
+"""
 
 import contextlib
 import socket
 import threading
 
 WAYS = ("refused", "cut before", "cut after", "silent")
+BY_NAME = "127.0.0.2"
+"""Name of all DataNodes, where a client finds a proxy in their place."""
+
 PREFACE = 7  # "hrpc", a version, a service class, and how to authenticate
 
 
@@ -82,6 +89,59 @@ class Proxy:
                 return None
             self._spoiled = None
             return self._way
+
+
+class DataProxy:
+    """Forwards connections to DataNodes, for clients that reach them by name, and cuts the one that is at some byte."""
+
+    def __init__(self, datanodes: list[str]) -> None:
+        self._lock = threading.Lock()
+        self.arm(None, "")
+        addresses = [(host, int(port)) for host, port in (node.rsplit(":", 1) for node in datanodes)]
+        self._servers = [socket.create_server((BY_NAME, port)) for _, port in addresses]
+        for server, address in zip(self._servers, addresses, strict=True):
+            threading.Thread(target=self._accept, args=(server, address), daemon=True).start()
+
+    def arm(self, at_byte: int | None, way: str) -> None:
+        """Counts bytes anew, and says with which one `up` to DataNodes or `down` from them a connection is cut."""
+        with self._lock:
+            self.bytes, self.cuts, self._at_byte, self._way = {"up": 0, "down": 0}, 0, at_byte, way
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+    def _accept(self, server, address) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = server.accept()
+                node = socket.create_connection(address)
+                for ends, way in (((client, node), "up"), ((node, client), "down")):
+                    threading.Thread(target=self._pass_on, args=(*ends, way), daemon=True).start()
+
+    def _pass_on(self, source, sink, way) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 15):
+                passes = self._passes(len(data), way)
+                sink.sendall(data[:passes])
+                if passes < len(data):
+                    for end in (source, sink):
+                        end.shutdown(socket.SHUT_RDWR)
+                    return
+        with contextlib.suppress(OSError):
+            # The other direction may go on.
+            sink.shutdown(socket.SHUT_WR)
+
+    def _passes(self, count: int, way: str) -> int:
+        """How many of these bytes go on."""
+        with self._lock:
+            before = self.bytes[way]
+            self.bytes[way] += count
+            if self._at_byte is None or way != self._way or before + count <= self._at_byte:
+                return count
+            passes, self._at_byte = max(self._at_byte - before, 0), None
+            self.cuts += 1
+            return passes
 
 
 METHODS = (

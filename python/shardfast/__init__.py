@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .schedule import best, every, last, optimal, steps
     from .state.load_plan import LoadPlan
     from .state.stateful import PerRank, Sharded, Stateful, random_state
+    from .stopping import Stopping
     from .verbs import load, plan_load, save, save_async
 
     __version__: str
@@ -59,6 +60,7 @@ __all__ = [
     "PerRank",
     "Sharded",
     "Stateful",
+    "Stopping",
     "Unavailable",
     "Unsupported",
     "__version__",
@@ -83,6 +85,7 @@ _HOMES = {
     "PerRank": "state.stateful",
     "Sharded": "state.stateful",
     "Stateful": "state.stateful",
+    "Stopping": "stopping",
     "best": "schedule",
     "every": "schedule",
     "last": "schedule",

@@ -149,6 +149,9 @@ class Session:
     def staging_bytes(self) -> int:
         """Bytes of staging memory that saves and loads may use together."""
 
+    def expect_same(self, url: str, terms: Sequence[tuple[str, str]], timeout_s: float) -> None:
+        """Checks that all ranks have the same terms for a run, each a name and what this rank was told."""
+
     def reserve(self, described: Described) -> None:
         """Makes and page-locks staging memory for what a save of that state copies from devices, in the background."""
 
@@ -448,6 +451,23 @@ class Retention:
 
     def clear(self, steps: Sequence[int] | None) -> list[int]:
         """Deletes the files of these checkpoints, or of all that were taken back earlier."""
+
+@final
+class Stopping:
+    """The agreement of the ranks on the step after which they stop, once one of them was told to."""
+
+    def __new__(cls, session: Session, timeout_s: float) -> Stopping: ...
+    def tell(self) -> None:
+        """Notes that this rank is told to stop. Does not wait."""
+
+    def passed(self) -> bool:
+        """Counts a step that has passed; whether all ranks stop after it. Waits while they agree on that."""
+
+    def failure(self) -> str | None:
+        """Why the ranks could not agree after one was told."""
+
+    def end(self) -> None:
+        """Ends the agreement. Does not wait."""
 
 def begin_run(
     session: Session, url: str, step: int, *, rewind: bool, timeout_s: float

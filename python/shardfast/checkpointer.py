@@ -21,6 +21,7 @@ from .capture.durations import Durations
 from .capture.in_flight import REST_S, Pending, in_flight
 from .capture.multistep import Ahead
 from .errors import Corrupt, Error, Invalid
+from .interval import spoken
 from .nesting import call
 from .schedule import Keep, Schedule, noted
 from .session import TIMEOUT_S, current, expect_timeout, met, prepare
@@ -28,6 +29,7 @@ from .state.description import Describer
 from .state.entries import units_of
 from .state.load_plan import LoadPlan, Options, Rename
 from .state.stateful import Sharded
+from .stopping import Stopping, Told, seconds_of, signals_of
 from .verbs import Url, begin, concluding, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")
@@ -85,6 +87,12 @@ class Checkpointer:
         rewind: Move committed checkpoints of the step at which the training begins, and later ones, out of its way, to
             ``<url>/abandoned-…``; nothing is deleted. Without it the first :meth:`step` refuses to begin there, unless
             :meth:`restore` has restored the newest one: else a restart would restore them.
+        on_signal: The signal, or several, that tells the training to stop, such as ``"SIGUSR1"`` or
+            ``["SIGTERM", "SIGUSR1"]``, whichever rank gets it. All ranks then save at the same :meth:`step`, wait until
+            that is durable, and have ``stopping`` set. Handlers that are there before are called, too.
+        raise_stopping: Raise :class:`shardfast.Stopping` then, instead of returning from :meth:`step`.
+        within: How long the program has after the signal, such as ``"90s"``, or seconds. The log says so at once if the
+            save takes longer, by what saves of this run have taken. Slurm says it by itself.
         process_group: As in :func:`shardfast.save`: only its ranks have this checkpointer.
         timeout_s: How long ranks wait for each other, in seconds; and how long the rules of ``keep`` wait for storage
             that does not answer.
@@ -98,6 +106,7 @@ class Checkpointer:
         report: What this rank's part of the newest save that has ended did: the dict of :attr:`Pending.report`;
             ``None`` before. Its ``ahead`` says over how many steps the save was captured, and why in one.
         capture: How saves are captured, as a text: see ``over``.
+        stopping: Whether the training was told to stop, and the newest step of it is durable on all ranks.
     """
 
     def __init__(
@@ -111,6 +120,9 @@ class Checkpointer:
         prove_except: str | Sequence[str] = (),
         over: int = 1,
         rewind: bool = False,
+        on_signal: str | int | Sequence[str | int] | None = None,
+        raise_stopping: bool = False,
+        within: str | float | None = None,
         process_group: Any = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -125,6 +137,7 @@ class Checkpointer:
                 f"over={over}: expected no more steps than there are between saves, and every= says {apart} at most: "
                 "capture over fewer steps, or save less often"
             )
+        signals, within_s = () if on_signal is None else signals_of(on_signal), seconds_of(within)
         self.url = expect_url(url)
         if self.url == "/" or self.url.endswith(("://", ":///")):
             raise Invalid(f"{os.fspath(url)}: expected the directory of a run, found the root of the file system")
@@ -145,6 +158,14 @@ class Checkpointer:
         self._process_group = process_group
         self._timeout_s = expect_timeout(timeout_s)
         self._rewind = rewind
+        # What all ranks must have alike; None once they were asked.
+        names = [one.name for one in signals]
+        self._terms: list[tuple[str, str]] | None = [
+            ("every", repr(every)),
+            ("over", str(over)),
+            ("on_signal", repr(names[0] if len(names) == 1 else names or None)),
+        ]
+        self.stopping, self._raise_stopping = False, raise_stopping
         # The run is known to hold nothing committed of this step or a later one, but what this object saves.
         self._free_from: int | None = None
         self._closed = False
@@ -171,6 +192,7 @@ class Checkpointer:
         if not self.capture.is_off:
             in_flight.follow(self.capture)
         prepare(process_group)
+        self._told = Told(signals, within_s) if signals else None
 
     @_one_at_a_time
     def restore(
@@ -207,6 +229,7 @@ class Checkpointer:
             lambda: Options(strict, rename, cast, patterns(only), per_rank, self._pickle),
             self._timeout_s,
         )
+        self._agree(session)
         if step is not None:
             prepared(session, lambda: self._expect_asked(step, older), self._timeout_s)
             place, after_s = native.step_url(self.url, step), time.perf_counter() - began
@@ -266,6 +289,12 @@ class Checkpointer:
         self._prepare(state)
         self._schedule.restored(step, checkpoint.info["user"], time.perf_counter() - began)
 
+    def _agree(self, session: native.Session) -> None:
+        """Checks once that all ranks were told the same."""
+        if self._terms is not None:
+            session.expect_same(self.url, self._terms, self._timeout_s)
+            self._terms = None
+
     def _begin_at(self, step: int) -> None:
         """Refuses to save into a run whose checkpoints a restart would restore instead; or moves these away."""
         is_back = self.newest is not None and step < self.newest
@@ -274,6 +303,7 @@ class Checkpointer:
         expect_step(step)
         self._settle(0)  # what is in flight may be of a later step
         session = current(self._timeout_s, self._process_group)
+        self._agree(session)
         moved = native.begin_run(session, self.url, step, rewind=self._rewind, timeout_s=self._timeout_s)
         self._free_from = step
         if moved is not None and session.rank == 0:
@@ -312,10 +342,12 @@ class Checkpointer:
         Raises:
             Error: What failed in the background since the last call (the save that is due has begun all the same), or
                 why this save cannot be made.
+            Stopping: With ``raise_stopping``, when the training was told to stop and this step is durable.
         """
         self._begin_at(step)
         self._step_ended(step)
-        if not self._schedule.due(step):
+        is_last = self._told is not None and self._is_last(step)
+        if not is_last and not self._schedule.due(step):
             if not self._is_prepared:
                 self._prepare(state)
             self._settle(None)
@@ -323,7 +355,33 @@ class Checkpointer:
             return False
         self._expect_open(step)
         self._save(step, state, metrics)
+        if is_last:
+            self._settle(0)
+            self.stopping = True
+            if self._raise_stopping:
+                raise Stopping(step, self.url)
+            return True
         self._approach(step, state)
+        return True
+
+    def _is_last(self, step: int) -> bool:
+        """Whether the ranks agree to stop after this step, since one was told to."""
+        assert self._told is not None
+        session = current(self._timeout_s, self._process_group)
+        if self.stopping or not self._told.passed(session, self._timeout_s):
+            return False
+        left_s, report = self._told.left_s(), self.report
+        said = "" if left_s is None else f", in {spoken(left_s)}" if left_s > 0 else ", and its time is over"
+        _log.warning("%s: told to stop%s: all ranks save step %d", self.url, said, step)
+        lasts_s = report["phases_ms"]["committed"] / 1e3 if report and "committed" in report["phases_ms"] else None
+        if left_s is not None and lasts_s is not None and lasts_s > left_s:
+            _log.error(
+                "%s: step %d will not be durable in time: a save of this run takes about %s, and %s are left",
+                self.url,
+                step,
+                spoken(lasts_s),
+                spoken(max(left_s, 0.0)),
+            )
         return True
 
     def _approach(self, step: int, state: dict[str, Any]) -> None:
@@ -529,6 +587,8 @@ class Checkpointer:
         until there is a newer one.
         """
         was_closed, self._closed = self._closed, True
+        if self._told is not None:
+            self._told.end()
         self.capture.release("this checkpointer is closed")
         newest = [pending for pending, _ in self._running][-1:]
         try:

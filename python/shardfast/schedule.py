@@ -116,6 +116,9 @@ class Optimal(Schedule):
         self._newest: Record | None = None
         self._outcomes: dict[int, Record | None] = {}
 
+    def __repr__(self) -> str:
+        return f"optimal(mtbf={self._mtbf_s}, at_least={self._at_least}, at_most={self._at_most})"
+
     def __str__(self) -> str:
         """The newest interval, what it rests on, the waste that is expected, and what is due next, in words."""
         record = self._newest

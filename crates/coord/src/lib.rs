@@ -48,6 +48,7 @@ mod local;
 pub mod node;
 pub mod peers;
 mod pulse;
+mod stopping;
 mod topology;
 mod wire;
 
@@ -58,6 +59,7 @@ use std::time::Duration;
 pub use error::{Error, Failure, NOT_CONTRIBUTED, Ranks, SAMPLE_BYTES, SHOWN_BYTES};
 pub use local::{local, local_tree, solo};
 pub use pulse::Pulse;
+pub use stopping::Stopping;
 pub use topology::Topology;
 pub use wire::Encoded;
 

@@ -1,5 +1,6 @@
 //! Holds the job's engine: the state that all of its saves and loads share.
 
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -50,6 +51,8 @@ impl Default for FileLimits {
 /// State that the saves and loads of one job share: the other ranks, staging memory, the last plan.
 pub struct Engine {
     pub(crate) coord: Arc<dyn Ranks>,
+    /// Number of agreements to stop that were begun.
+    pub(crate) stoppings: AtomicU64,
     pub(crate) staging: Arc<Staging>,
     /// State that its stores share.
     pub(crate) storage: Arc<shardfast_store::Shared>,
@@ -108,6 +111,7 @@ impl Engine {
     fn on(coord: Arc<dyn Ranks>, staging: Arc<Staging>, accelerators: Accelerators, timeout: Timeout) -> Arc<Engine> {
         Arc::new(Engine {
             coord,
+            stoppings: AtomicU64::new(0),
             staging,
             storage: Arc::default(),
             accelerators,

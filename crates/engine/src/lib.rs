@@ -33,6 +33,7 @@ pub mod runs;
 pub mod save;
 pub mod state;
 pub mod stream;
+mod terms;
 
 pub use calls::Waits;
 pub use checkpoint::{Checkpoint, MatchSummary, open, open_to_load};
@@ -47,6 +48,7 @@ pub use reads::{Forecast, Loaded, Traffic, ValueRef};
 pub use rewind::{Rewound, rewind};
 pub use save::{save, save_deferred, save_to};
 pub use state::{Compared, Destination, Maker, Prove, State};
+pub use terms::Terms;
 
 // A caller of saves and loads needs these of the crates below.
 pub use shardfast_plan::{RankSet, Replicas};

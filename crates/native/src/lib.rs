@@ -19,6 +19,7 @@ mod pending;
 mod process;
 mod retention;
 mod session;
+mod stopping;
 mod values;
 
 use pyo3::prelude::*;
@@ -55,6 +56,8 @@ mod _native {
     use crate::retention::Retention;
     #[pymodule_export]
     use crate::session::{Place, Session, flush, note_end};
+    #[pymodule_export]
+    use crate::stopping::Stopping;
     #[pymodule_export]
     use crate::values::{Tagged, Value, decode};
 

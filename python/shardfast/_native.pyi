@@ -149,8 +149,8 @@ class Session:
     def staging_bytes(self) -> int:
         """Bytes of staging memory that saves and loads may use together."""
 
-    def expect_same(self, url: str, terms: Sequence[tuple[str, str]], timeout_s: float) -> None:
-        """Checks that all ranks have the same terms for a run, each a name and what this rank was told."""
+    def expect_same(self, call: str, url: str, terms: Sequence[tuple[str, str]], timeout_s: float) -> None:
+        """Checks that all ranks have the same terms for a run, each a name and what this rank was told, in that call."""
 
     def reserve(self, described: Described) -> None:
         """Makes and page-locks staging memory for what a save of that state copies from devices, in the background."""

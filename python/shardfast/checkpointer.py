@@ -229,7 +229,7 @@ class Checkpointer:
             lambda: Options(strict, rename, cast, patterns(only), per_rank, self._pickle),
             self._timeout_s,
         )
-        self._agree(session)
+        self._agree("restore", session)
         if step is not None:
             prepared(session, lambda: self._expect_asked(step, older), self._timeout_s)
             place, after_s = native.step_url(self.url, step), time.perf_counter() - began
@@ -289,10 +289,10 @@ class Checkpointer:
         self._prepare(state)
         self._schedule.restored(step, checkpoint.info["user"], time.perf_counter() - began)
 
-    def _agree(self, session: native.Session) -> None:
-        """Checks once that all ranks were told the same."""
+    def _agree(self, call: str, session: native.Session) -> None:
+        """Checks once, in a call of all ranks, that all of them were told the same."""
         if self._terms is not None:
-            session.expect_same(self.url, self._terms, self._timeout_s)
+            session.expect_same(call, self.url, self._terms, self._timeout_s)
             self._terms = None
 
     def _begin_at(self, step: int) -> None:
@@ -303,7 +303,7 @@ class Checkpointer:
         expect_step(step)
         self._settle(0)  # what is in flight may be of a later step
         session = current(self._timeout_s, self._process_group)
-        self._agree(session)
+        self._agree("begin", session)
         moved = native.begin_run(session, self.url, step, rewind=self._rewind, timeout_s=self._timeout_s)
         self._free_from = step
         if moved is not None and session.rank == 0:

@@ -14,12 +14,13 @@ use crate::operation::of_ranks;
 pub type Terms = Vec<(String, String)>;
 
 impl Engine {
-    /// Checks that all ranks have the same terms for the run at `url`. Every rank must call it.
+    /// Checks that all ranks have the same terms for the run at `url`, as a part of that `call`. Every rank must call
+    /// it.
     ///
     /// # Errors
     /// `Invalid`, the same on every rank, with the first term that differs.
-    pub fn expect_same(self: &Arc<Engine>, url: &str, terms: Terms, deadline: Duration) -> Result<()> {
-        let operation = self.begin(format!("use {url}"), deadline);
+    pub fn expect_same(self: &Arc<Engine>, call: &str, url: &str, terms: Terms, deadline: Duration) -> Result<()> {
+        let operation = self.begin(format!("{call} {url}"), deadline);
         operation.agree("open", Ok(terms), |ranks: Vec<Terms>| {
             let first = &ranks[0];
             for (rank, terms) in ranks.iter().enumerate() {
@@ -63,7 +64,7 @@ mod tests {
                 .zip(["steps(5)", "steps(5)", last])
                 .map(|(coord, every)| {
                     let (engine, terms) = (Engine::new(coord, STAGING_BYTES_MIN).unwrap(), terms(every));
-                    thread::spawn(move || engine.expect_same("runs/a", terms, Duration::from_secs(30)))
+                    thread::spawn(move || engine.expect_same("begin", "runs/a", terms, Duration::from_secs(30)))
                 })
                 .collect();
             for rank in ranks {

@@ -190,10 +190,18 @@ impl Session {
         py.detach(|| self.telemetry.export(engine)).map_err(raise)
     }
 
-    /// Checks that all ranks have the same terms for the run at `url`, each a name and what this rank was told.
-    fn expect_same(&self, py: Python<'_>, url: &str, terms: Vec<(String, String)>, timeout_s: f64) -> PyResult<()> {
+    /// Checks that all ranks have the same terms for the run at `url`, each a name and what this rank was told, as a
+    /// part of that call.
+    fn expect_same(
+        &self,
+        py: Python<'_>,
+        call: &str,
+        url: &str,
+        terms: Vec<(String, String)>,
+        timeout_s: f64,
+    ) -> PyResult<()> {
         let (engine, timeout) = (self.engine()?, seconds(timeout_s)?);
-        interruptible(py, || engine.expect_same(url, terms, timeout))
+        interruptible(py, || engine.expect_same(call, url, terms, timeout))
     }
 
     /// Makes and page-locks staging memory for what a save of that state copies from devices, in the background.

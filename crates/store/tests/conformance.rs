@@ -66,6 +66,22 @@ fn simulated_clients() {
     }
 }
 
+/// Tests mounts of one file system, by turns, as two machines have them: `SHARDFAST_TEST_MOUNTS` names an empty
+/// directory as each mount has it, with colons between them.
+#[test]
+fn mounted_twice() {
+    let Ok(mounts) = std::env::var("SHARDFAST_TEST_MOUNTS") else {
+        println!("mounted_twice skipped: SHARDFAST_TEST_MOUNTS names no mounts of one file system");
+        return;
+    };
+    let mounts: Vec<&str> = mounts.split(':').collect();
+    let turn = AtomicUsize::new(0);
+    conformance::check(|name| {
+        let mount = mounts[turn.fetch_add(1, Ordering::Relaxed) % mounts.len()];
+        open(&format!("{mount}/not/yet/{name}")).unwrap()
+    });
+}
+
 /// A client that looked for a name before another one made it finds it, and what is in it.
 #[test]
 fn absent_names_are_asked_for_again() {

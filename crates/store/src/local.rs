@@ -167,7 +167,10 @@ impl<D: Disk> LocalStore<D> {
     /// it is: a client of a network file system remembers for a while that a name was absent.
     fn of_now<T>(&self, path: &Path, call: impl Fn(&D) -> Sys<T>) -> Sys<T> {
         match uninterrupted(|| call(&self.disk)) {
-            Err(Errno::NOENT) if path.parent().is_some_and(|dir| self.looks(dir)) => uninterrupted(|| call(&self.disk)),
+            Err(Errno::NOENT) if path.parent().is_some_and(|dir| self.looks(dir)) => {
+                self.disk.ask_for(path);
+                uninterrupted(|| call(&self.disk))
+            }
             done => done,
         }
     }
@@ -233,6 +236,7 @@ impl<D: Disk> LocalStore<D> {
     /// Opens a file for reading, and returns its attributes.
     fn open_file(&self, path: &Path) -> Result<(D::File, Stat)> {
         let not_a_file = || Err(failed(Kind::Corrupt, "open", path, "expected a file, found something else"));
+        self.disk.ask_for(path);
         let file = match self.of_now(path, |disk| disk.open_read(path, false)) {
             Ok(file) => file,
             // A socket; or a server that cannot be reached.
@@ -294,13 +298,20 @@ impl<D: Disk> LocalStore<D> {
 
     /// Performs step 5.4: gives the file its final name, unless it is taken.
     fn claim(&self, file: &LocalWriter<D>, target: &Path) -> Result<Claimed> {
-        let mut by = Claimed::Rename;
         let identity = self.call("publish", &file.path, |disk| disk.fstat(&file.file))?.identity;
-        let mut claimed = uninterrupted(|| self.disk.rename_noreplace(&file.path, target));
-        if let Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) = claimed {
-            claimed = uninterrupted(|| self.disk.link(&file.path, target));
-            by = Claimed::Link;
+        let claim = || match uninterrupted(|| self.disk.rename_noreplace(&file.path, target)) {
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+                (Claimed::Link, uninterrupted(|| self.disk.link(&file.path, target)))
+            }
+            claimed => (Claimed::Rename, claimed),
+        };
+        let mut claimed = claim();
+        if claimed.1 == Err(Errno::EXIST) {
+            // The client may remember a name that another machine has deleted.
+            self.disk.ask_for(target);
+            claimed = claim();
         }
+        let (by, claimed) = claimed;
         let Err(errno) = claimed else { return Ok(by) };
         match uninterrupted(|| self.disk.stat(target)) {
             Ok(found) if found.identity == identity => Ok(by),

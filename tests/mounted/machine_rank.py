@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -71,6 +72,10 @@ class Rank:
         state = emptied(self.number, elements)
         step = sf.Checkpointer(url, timeout_s=60).restore(state)
         return step, same(state, state_of(self.number, step, elements))
+
+    def clear(self, place: str) -> None:
+        """Removes a checkpoint as any program does."""
+        shutil.rmtree(place)
 
     def looks(self, path: str) -> bool:
         """Asks as any program does whether a path is there, and remembers with the client that it is not."""

@@ -178,6 +178,7 @@ impl<D: Disk> LocalStore<D> {
     /// Asks the file system for a directory as it is now, and for those above it if that is missing; returns whether it
     /// is there.
     fn looks(&self, dir: &Path) -> bool {
+        self.disk.ask_for(dir);
         let look = || uninterrupted(|| self.disk.look(dir));
         match look() {
             Err(Errno::NOENT) => dir.parent().is_some_and(|above| self.looks(above)) && look().is_ok(),
@@ -214,10 +215,10 @@ impl<D: Disk> LocalStore<D> {
         if let Some(&direct) = self.direct.get() {
             return Ok(direct);
         }
-        self.make_dirs(dir)?;
         let path = dir.join(name::temporary()?);
         // Some file systems take the flag and refuse the write.
-        let tried = uninterrupted(|| self.disk.create_new(&path, true))
+        let tried = self
+            .created(&path, true)?
             .and_then(|file| uninterrupted(|| self.disk.pwrite(&file, &Page([0; ALIGNMENT]).0, 0)));
         // A kernel that refuses O_DIRECT may have created the file all the same.
         let removed = uninterrupted(|| self.disk.unlink(&path));
@@ -265,14 +266,20 @@ impl<D: Disk> LocalStore<D> {
         Ok((object, head))
     }
 
-    /// Creates the file `path`, and missing directories above it.
-    fn create_file(&self, path: PathBuf, bytes: u64, direct: bool) -> Result<LocalWriter<D>> {
-        let mut created = uninterrupted(|| self.disk.create_new(&path, direct));
+    /// Creates a file, and missing directories above it, again if others remove them as empty.
+    fn created(&self, path: &Path, direct: bool) -> Result<Sys<D::File>> {
+        let mut created = uninterrupted(|| self.disk.create_new(path, direct));
         for _ in 0..EMPTIED_MAX {
             let (Err(Errno::NOENT), Some(dir)) = (&created, path.parent()) else { break };
             self.make_dirs(dir)?;
-            created = uninterrupted(|| self.disk.create_new(&path, direct));
+            created = uninterrupted(|| self.disk.create_new(path, direct));
         }
+        Ok(created)
+    }
+
+    /// Creates the file `path`, and missing directories above it.
+    fn create_file(&self, path: PathBuf, bytes: u64, direct: bool) -> Result<LocalWriter<D>> {
+        let created = self.created(&path, direct)?;
         match created {
             Ok(file) => {
                 let alignment = if direct { ALIGNMENT } else { 1 };

@@ -164,11 +164,6 @@ class Cluster:
         assert len(bricks) == VOLUMES[volume], status
         return [int(brick.findtext("pid")) if brick.findtext("status") == "1" else 0 for brick in bricks]
 
-    def kill(self, volume: str, brick: int) -> None:
-        pid = self.pids(volume)[brick]
-        assert pid, f"brick {brick} of {volume} is dead"
-        self.run("kill", "-KILL", pid)
-
     def restart(self, volume: str) -> None:
         """Starts the dead bricks of a volume, and waits until they and the clients have each other."""
         self.gluster("volume", "start", volume, "force")

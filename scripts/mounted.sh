@@ -13,8 +13,10 @@ unpack_packages "$at" s3fs=1.90 libfuse2=2.9 fuse=2.9 \
     glusterfs-{server,cli,client,common}=$gluster lib{glusterfs0,gfapi0,gfchangelog0,gfrpc0,gfxdr0,glusterd0}=$gluster \
     liburcu8=0.13 libtirpc3=1.3 libaio1=0.3
 
-# The program of the store's conformance tests. Of the whole workspace: for a part of it cargo compiles dependencies anew.
+# The program of the store's conformance tests. Of the whole workspace: for a part of it cargo compiles dependencies
+# anew.
+readonly program='import json, sys; print(*filter(None, (json.loads(line).get("executable") for line in sys.stdin)))'
 conformance=$(cargo test --workspace --locked --quiet --test conformance --no-run --message-format=json |
-    .venv/bin/python -c 'import json, sys; print(*filter(None, (json.loads(line).get("executable") for line in sys.stdin)))')
+    .venv/bin/python -c "$program")
 exec env SHARDFAST_TEST_MOUNTED="$at" SHARDFAST_TEST_CONFORMANCE="$conformance" \
     .venv/bin/pytest --quiet "${@:-tests/mounted}"

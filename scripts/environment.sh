@@ -35,25 +35,25 @@ make_environment() {
 # unpack_packages PLACE PACKAGE=VERSION...: unpacks Debian's packages below PLACE without installing them; versions are
 # beginnings of Debian's.
 unpack_packages() {
-    local at=$1 package name version
+    local place=$1 package name version
     shift
-    if is_stamped "$at" packages "$*"; then
+    if is_stamped "$place" packages "$*"; then
         return
     fi
-    rm -rf "$at"
-    mkdir -p "$at"
+    rm -rf "$place"
+    mkdir -p "$place"
     for package in "$@"; do
         name=${package%%=*} version=${package#*=}
         echo "unpacking $name $version"
-        (cd "$at" && apt-get download --quiet=2 "$name")
-        if [[ -z $(compgen -G "$at/${name}_$version*.deb") ]]; then
-            echo "expected $name $version, found $(cd "$at" && ls ./*.deb)" >&2
+        (cd "$place" && apt-get download --quiet=2 "$name")
+        if [[ -z $(compgen -G "$place/${name}_$version*.deb") ]]; then
+            echo "expected $name $version, found $(cd "$place" && ls ./*.deb)" >&2
             return 1
         fi
-        dpkg-deb --extract "$at/$name"_*.deb "$at"
-        rm "$at/$name"_*.deb
+        dpkg-deb --extract "$place/$name"_*.deb "$place"
+        rm "$place/$name"_*.deb
     done
-    echo "$*" >"$at/packages.stamp"
+    echo "$*" >"$place/packages.stamp"
 }
 
 # install_what_is_tested NAME: puts the shardfast of .venv into target/NAME. Its extension is of Python's stable ABI and

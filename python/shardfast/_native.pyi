@@ -150,7 +150,7 @@ class Session:
         """Bytes of staging memory that saves and loads may use together."""
 
     def expect_same(self, call: str, url: str, terms: Sequence[tuple[str, str]], timeout_s: float) -> None:
-        """Checks that all ranks have the same terms for a run, each a name and what this rank was told, in that call."""
+        """Checks that all ranks have the same terms for a run, as a part of that call."""
 
     def reserve(self, described: Described) -> None:
         """Makes and page-locks staging memory for what a save of that state copies from devices, in the background."""

@@ -208,7 +208,7 @@ pub fn read_commit(store: &dyn Store, dir: &str) -> Result<Commit> {
 /// # Errors
 /// As [`read_commit`].
 pub(crate) fn read_record(store: &dyn Store, name: &str) -> Result<Commit> {
-    twice(|| {
+    twice(store, name, || {
         let bytes = read(store, name, COMMIT_BYTES_MAX)?;
         Commit::decode(&bytes).map_err(|error| Error::from(error).within(join(store.url(), name)))
     })
@@ -245,7 +245,7 @@ pub fn read_manifest(store: &dyn Store, dir: &str) -> Result<Vec<u8>> {
 pub fn manifest_of(store: &dyn Store, dir: &str, commit: &Commit) -> Result<Vec<u8>> {
     let name = below(dir, &commit.manifest);
     let place = || join(store.url(), &name);
-    twice(|| {
+    twice(store, &name, || {
         let bytes = read(store, &name, commit.manifest_bytes).map_err(|error| {
             let kind = match error.kind {
                 Kind::NotFound => match has_left(store, dir) {
@@ -285,9 +285,12 @@ fn has_left(store: &dyn Store, dir: &str) -> Result<bool> {
 }
 
 /// Reads again if the bytes are not the saved ones: a bit may have flipped on the way, while the storage has it right.
-fn twice<T>(read: impl Fn() -> Result<T>) -> Result<T> {
+fn twice<T>(store: &dyn Store, name: &str, read: impl Fn() -> Result<T>) -> Result<T> {
     match read() {
-        Err(error) if error.kind == Kind::Corrupt => read(),
+        Err(error) if error.kind == Kind::Corrupt => {
+            store.look_anew(name);
+            read()
+        }
         done => done,
     }
 }

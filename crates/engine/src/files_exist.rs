@@ -146,7 +146,12 @@ impl Flaw {
 /// Returns the difference between a file and what was written; `None` if there is none.
 fn flaw(store: &dyn Store, name: &str, bytes: u64) -> Result<Option<Flaw>> {
     let flaw = |said: &dyn std::fmt::Display| Ok(Some(Flaw::of(name, said)));
-    match store.size(name) {
+    let mut size = store.size(name);
+    if size.as_ref().is_ok_and(|&found| found != bytes) {
+        store.look_anew(name);
+        size = store.size(name);
+    }
+    match size {
         Ok(found) if found == bytes => Ok(None),
         Ok(found) => flaw(&format_args!("expected {bytes} bytes, found {found}")),
         Err(error) if error.kind == shardfast_store::Kind::NotFound => {

@@ -111,6 +111,9 @@ pub trait Disk: Send + Sync + 'static {
     fn look(&self, path: &Path) -> Sys<Stat> {
         self.stat(path)
     }
+    /// Has a client of a network file system ask its server for the last name of a path, whatever it remembers of it:
+    /// that it was absent, or which file it named before that was replaced.
+    fn ask_for(&self, _path: &Path) {}
     /// Returns the free space of a path's file system; fails for one that counts no space.
     fn statvfs(&self, _path: &Path) -> Sys<Room> {
         Err(Errno::NOSYS)
@@ -253,6 +256,15 @@ impl Disk for RealDisk {
             Err(Errno::NOSYS | Errno::PERM) => self.stat(path),
             Err(errno) => Err(errno),
         }
+    }
+
+    fn ask_for(&self, path: &Path) {
+        // Linux refuses to link directories on every file system, after it has looked at the name. One that is to be
+        // made is asked for anew by FUSE, other than one that is to be opened.
+        _ = fs::link("/", path);
+        // A process that serves FUSE may have a memory of its own, which this passes: it asks the server about the
+        // file, and if that is gone, the kernel asks for the name again.
+        _ = fs::getxattr(path, "user.shardfast", &mut [0u8; 0]);
     }
 
     fn statvfs(&self, path: &Path) -> Sys<Room> {

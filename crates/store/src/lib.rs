@@ -238,6 +238,15 @@ const WRITE_THREADS: usize = 4;
 const READ_HEAD_BYTES: u64 = 8 << 20;
 
 impl dyn Store + '_ {
+    /// Lists the directory of an object that is not as it should be, before it is asked for again: a client of a
+    /// network file system may remember its length and bytes from the time when it was written. Does nothing where
+    /// lists are current: answers are those of now there.
+    pub fn look_anew(&self, name: &str) {
+        if !self.needs().lists_are_current {
+            _ = self.list(name::parent(name).unwrap_or_default());
+        }
+    }
+
     /// Opens the object `name`, as [`open_head`](Store::open_head) does, without its head.
     ///
     /// # Errors

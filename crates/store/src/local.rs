@@ -167,7 +167,10 @@ impl<D: Disk> LocalStore<D> {
     /// it is: a client of a network file system remembers for a while that a name was absent.
     fn of_now<T>(&self, path: &Path, call: impl Fn(&D) -> Sys<T>) -> Sys<T> {
         match uninterrupted(|| call(&self.disk)) {
-            Err(Errno::NOENT) if path.parent().is_some_and(|dir| self.looks(dir)) => uninterrupted(|| call(&self.disk)),
+            Err(Errno::NOENT) if path.parent().is_some_and(|dir| self.looks(dir)) => {
+                self.disk.ask_for(path);
+                uninterrupted(|| call(&self.disk))
+            }
             done => done,
         }
     }
@@ -175,6 +178,7 @@ impl<D: Disk> LocalStore<D> {
     /// Asks the file system for a directory as it is now, and for those above it if that is missing; returns whether it
     /// is there.
     fn looks(&self, dir: &Path) -> bool {
+        self.disk.ask_for(dir);
         let look = || uninterrupted(|| self.disk.look(dir));
         match look() {
             Err(Errno::NOENT) => dir.parent().is_some_and(|above| self.looks(above)) && look().is_ok(),
@@ -211,10 +215,10 @@ impl<D: Disk> LocalStore<D> {
         if let Some(&direct) = self.direct.get() {
             return Ok(direct);
         }
-        self.make_dirs(dir)?;
         let path = dir.join(name::temporary()?);
         // Some file systems take the flag and refuse the write.
-        let tried = uninterrupted(|| self.disk.create_new(&path, true))
+        let tried = self
+            .created(&path, true)?
             .and_then(|file| uninterrupted(|| self.disk.pwrite(&file, &Page([0; ALIGNMENT]).0, 0)));
         // A kernel that refuses O_DIRECT may have created the file all the same.
         let removed = uninterrupted(|| self.disk.unlink(&path));
@@ -233,6 +237,7 @@ impl<D: Disk> LocalStore<D> {
     /// Opens a file for reading, and returns its attributes.
     fn open_file(&self, path: &Path) -> Result<(D::File, Stat)> {
         let not_a_file = || Err(failed(Kind::Corrupt, "open", path, "expected a file, found something else"));
+        self.disk.ask_for(path);
         let file = match self.of_now(path, |disk| disk.open_read(path, false)) {
             Ok(file) => file,
             // A socket; or a server that cannot be reached.
@@ -261,14 +266,20 @@ impl<D: Disk> LocalStore<D> {
         Ok((object, head))
     }
 
-    /// Creates the file `path`, and missing directories above it.
-    fn create_file(&self, path: PathBuf, bytes: u64, direct: bool) -> Result<LocalWriter<D>> {
-        let mut created = uninterrupted(|| self.disk.create_new(&path, direct));
+    /// Creates a file, and missing directories above it, again if others remove them as empty.
+    fn created(&self, path: &Path, direct: bool) -> Result<Sys<D::File>> {
+        let mut created = uninterrupted(|| self.disk.create_new(path, direct));
         for _ in 0..EMPTIED_MAX {
             let (Err(Errno::NOENT), Some(dir)) = (&created, path.parent()) else { break };
             self.make_dirs(dir)?;
-            created = uninterrupted(|| self.disk.create_new(&path, direct));
+            created = uninterrupted(|| self.disk.create_new(path, direct));
         }
+        Ok(created)
+    }
+
+    /// Creates the file `path`, and missing directories above it.
+    fn create_file(&self, path: PathBuf, bytes: u64, direct: bool) -> Result<LocalWriter<D>> {
+        let created = self.created(&path, direct)?;
         match created {
             Ok(file) => {
                 let alignment = if direct { ALIGNMENT } else { 1 };
@@ -294,13 +305,20 @@ impl<D: Disk> LocalStore<D> {
 
     /// Performs step 5.4: gives the file its final name, unless it is taken.
     fn claim(&self, file: &LocalWriter<D>, target: &Path) -> Result<Claimed> {
-        let mut by = Claimed::Rename;
         let identity = self.call("publish", &file.path, |disk| disk.fstat(&file.file))?.identity;
-        let mut claimed = uninterrupted(|| self.disk.rename_noreplace(&file.path, target));
-        if let Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) = claimed {
-            claimed = uninterrupted(|| self.disk.link(&file.path, target));
-            by = Claimed::Link;
+        let claim = || match uninterrupted(|| self.disk.rename_noreplace(&file.path, target)) {
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+                (Claimed::Link, uninterrupted(|| self.disk.link(&file.path, target)))
+            }
+            claimed => (Claimed::Rename, claimed),
+        };
+        let mut claimed = claim();
+        if claimed.1 == Err(Errno::EXIST) {
+            // The client may remember a name that another machine has deleted.
+            self.disk.ask_for(target);
+            claimed = claim();
         }
+        let (by, claimed) = claimed;
         let Err(errno) = claimed else { return Ok(by) };
         match uninterrupted(|| self.disk.stat(target)) {
             Ok(found) if found.identity == identity => Ok(by),

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use shardfast_store::disk::Errno;
 use shardfast_store::local::LocalStore;
@@ -10,6 +11,9 @@ use shardfast_store::testing::appended::AppendStore;
 use shardfast_store::testing::conformance;
 use shardfast_store::testing::simdisk::SimDisk;
 use shardfast_store::{Kind, Parts, Store, open};
+
+/// Time for which a client of a real network file system may take a name for that of another living file.
+const REMEMBERED: Duration = Duration::from_secs(4);
 
 #[test]
 fn local_by_path() {
@@ -64,6 +68,25 @@ fn simulated_clients() {
             Arc::new(LocalStore::on(client, Path::new("/mnt/runs").join(name)).unwrap()) as Arc<dyn Store>
         });
     }
+}
+
+/// Tests mounts of one file system, by turns, as two machines have them: `SHARDFAST_TEST_MOUNTS` names an empty
+/// directory as each mount has it, with colons between them.
+#[test]
+fn mounted_twice() {
+    let Ok(mounts) = std::env::var("SHARDFAST_TEST_MOUNTS") else {
+        println!("mounted_twice skipped: SHARDFAST_TEST_MOUNTS names no mounts of one file system");
+        return;
+    };
+    let mounts: Vec<&str> = mounts.split(':').collect();
+    let turn = AtomicUsize::new(0);
+    let open = |name: &str| {
+        // A store below a store is on the same mount, since their URLs are compared.
+        let next = usize::from(!name.contains('/'));
+        let mount = mounts[(turn.fetch_add(next, Ordering::Relaxed) + next) % mounts.len()];
+        open(&format!("{mount}/not/yet/{name}")).unwrap()
+    };
+    conformance::check_remembering(open, REMEMBERED);
 }
 
 /// A client that looked for a name before another one made it finds it, and what is in it.

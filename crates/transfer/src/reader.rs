@@ -369,7 +369,12 @@ fn open_file(store: &dyn Store, entry: &FileEntry, missing: Missing) -> Result<O
             _ => error,
         }
     };
-    let (object, mut header) = store.open_head(&entry.path, entry.data_start).map_err(explained)?;
+    let open = || store.open_head(&entry.path, entry.data_start).map_err(explained);
+    let (mut object, mut header) = open()?;
+    if object.bytes() != entry.bytes {
+        store.look_anew(&entry.path);
+        (object, header) = open()?;
+    }
     if object.bytes() != entry.bytes {
         return Err(Error::corrupt(format!(
             "file {}: expected {} bytes, found {}",

@@ -134,6 +134,9 @@ impl<D: Disk> LocalReader<D> {
 
     /// Reads a range from the device, as far as the page cache gives it up.
     fn read_past(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+        // A client of a network file system may remember how the file was while it was written; a list of the names
+        // beside it brings what it is now.
+        let _ = self.path.parent().map(|dir| self.disk.readdir(dir));
         let _ = self.disk.dont_need(&self.file, offset, buf.len() as u64);
         let is_aligned = offset.is_multiple_of(ALIGNMENT as u64) && buf.as_ptr().addr().is_multiple_of(ALIGNMENT);
         // Opened for this, however small the file is: what is mapped or in use stays in the page cache as it is.

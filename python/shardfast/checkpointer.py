@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,7 +21,7 @@ from .capture.background import Background, interpreter_ends
 from .capture.durations import Durations
 from .capture.in_flight import REST_S, Pending, in_flight
 from .capture.multistep import Ahead
-from .errors import Corrupt, Error, Invalid
+from .errors import Corrupt, Error, Invalid, Unavailable
 from .interval import spoken
 from .nesting import call
 from .schedule import Keep, Schedule, noted
@@ -36,6 +37,9 @@ _log = logging.getLogger("shardfast")
 
 IN_FLIGHT_MAX = 2
 """Saves of a run that may be in flight: one that is copied, and one that becomes durable."""
+
+INTERRUPTED_S = 5.0
+"""How long each save that is in flight is waited for once Ctrl-C ends a ``with`` block, in seconds."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -552,15 +556,22 @@ class Checkpointer:
             return error
         return None
 
-    def _settle(self, most: int | None) -> None:
-        """Raises errors of the background, once; with ``most``, waits until at most so many saves are in flight."""
+    def _settle(self, most: int | None, within_s: float | None = None) -> None:
+        """Raises errors of the background, once; with ``most``, waits until at most so many saves are in flight.
+
+        ``within_s`` bounds the wait for each save: one that takes longer counts as failed.
+        """
         failures: list[Exception] = []
         while self._running:
             pending, concluding = self._running[0]
             pending.done()  # raises in a forked process, where no save would ever end
             if not concluding.done() and (most is None or len(self._running) <= most):
                 break
-            failure = concluding.exception()
+            failure: BaseException | None
+            try:
+                failure = concluding.exception(within_s)
+            except FutureTimeoutError:
+                failure = Unavailable(f"{pending.url}: it is not durable yet, and Ctrl-C ends the program")
             del self._running[0]
             if isinstance(failure, Exception):
                 failures.append(failure)
@@ -586,19 +597,29 @@ class Checkpointer:
         Unless an exception is on its way, the run counts as ended: ``shardfast watch`` expects no more saves of it,
         until there is a newer one.
         """
+        self._close(None)
+
+    def _close(self, within_s: float | None) -> None:
         was_closed, self._closed = self._closed, True
         if self._told is not None:
             self._told.end()
         self.capture.release("this checkpointer is closed")
         newest = [pending for pending, _ in self._running][-1:]
         try:
-            self._settle(0)
-        finally:
-            self._background.wait()
-            for pending in newest:
-                pending.over(REST_S)
+            self._settle(0, within_s)
+        except Exception:
+            if within_s is None:
+                self._rest(newest)
+            raise
+        self._rest(newest)
         if self._is_root and self._made and not was_closed and sys.exc_info()[0] is None:
             native.note_end(self.url, REST_S)
+
+    def _rest(self, newest: list[Pending]) -> None:
+        """Waits for what the background still does once saves have ended."""
+        self._background.wait()
+        for pending in newest:
+            pending.over(REST_S)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -607,7 +628,11 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            if kind is not None and issubclass(kind, KeyboardInterrupt):
+                with self._calls:
+                    self._close(INTERRUPTED_S)
+            else:
+                self.close()
         except Exception as failure:
             if error is None:
                 raise

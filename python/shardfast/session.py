@@ -257,8 +257,9 @@ def _serve(session: Session) -> None:
     if address := os.environ.get(METRICS):
         try:
             seen, bound, listener = session.serve(address)
-        except Error as error:
-            _log.warning("%s=%s: no metrics are served: %s", METRICS, address.rsplit("@", 1)[-1], error)
+        except (Error, UnicodeError) as error:
+            shown = address.rsplit("@", 1)[-1].encode("utf-8", "backslashreplace").decode()
+            _log.warning("%s=%s: no metrics are served: %s", METRICS, shown, error)
         else:
             _listeners.add(listener)
             where = "" if seen == bound else f", reached as {seen}"

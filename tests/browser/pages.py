@@ -134,6 +134,7 @@ def of_a_save(number: int, like: dict[str, str]) -> tuple[dict[str, str], dict[s
         "paused_us": (0 * one).astype("<u8"),
         "stalled_us": (1_100 * one).astype("<u4"),
         "awaited_us": (0 * one).astype("<u4"),
+        "worked_ms": np.zeros((RANKS, 2), "<u4"),
         "held_up_us": np.zeros((RANKS, 2), "<u4"),
         "count": count,
         "bytes": bytes_moved,

@@ -17,7 +17,8 @@ PHASES = """(rank) => [...document.querySelectorAll(`[data-timeline="${rank}"] [
     (row) => [row.dataset.phase, Number(row.dataset.ms)])"""
 IS_WIDER = "document.documentElement.scrollWidth > innerWidth || document.body.scrollWidth > innerWidth"
 # Events that are no operation at the storage.
-ELSEWHERE = {"planned", "captured", "staged", "written", "compared", "durable", "committed", "agreed", "outcome"}
+ELSEWHERE = {"described", "planned", "captured", "staged", "written", "compared", "durable", "committed", "agreed"}
+ELSEWHERE |= {"outcome"}
 
 
 def choose(page, step, verb="save"):

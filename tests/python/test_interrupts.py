@@ -76,6 +76,34 @@ def test_a_rank_that_waits_for_others_can_be_interrupted(ranks, tmp_path, call, 
     assert [message is not None for message in late] == [call is not saves and rank != alone for rank in range(3)], late
 
 
+def closes_alone(rank, world, run, is_block):
+    state = {"model": {"w": torch.arange(1000.0)}}
+    ckpt = sf.Checkpointer(run, timeout_s=TIMEOUT_S)
+    ckpt.save(1, state)
+    dist.barrier()
+    if rank == 0:
+        with interrupted():
+            if is_block:
+                with ckpt:
+                    ckpt.save(2, state)
+                    ckpt.wait()
+            else:
+                ckpt.save(2, state)
+                ckpt.close()
+    dist.barrier()
+    if rank != 0:
+        ckpt.save(2, state)
+        ckpt.close()
+    loaded = {"model": {"w": torch.zeros(1000)}}
+    sf.load(f"{run}/step-00000002", loaded)
+    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+def test_a_run_that_waits_for_others_at_its_end_can_be_interrupted(ranks, tmp_path, is_block):
+    ranks(2)(closes_alone, str(tmp_path / "run"), is_block)
+
+
 def waits_for_a_stopped_rank(rank, world, run, pids):
     state = {"model": {"w": torch.arange(1000.0)}}
     sf.save(f"{run}/step-00000001", state, step=1)

@@ -224,6 +224,8 @@ def test_a_taken_port_or_a_wrong_address_fails_no_save(tmp_path):
             assert f"SHARDFAST_METRICS=127.0.0.1:{port}: no metrics are served" in log and "port is taken" in log
     with alone(tmp_path / "two", SHARDFAST_METRICS="nonsense") as (_, log):
         assert "expected an address host:port" in log
+    with alone(tmp_path / "three", SHARDFAST_METRICS=os.fsdecode(b"127.0.0.1:0\xff")) as (_, log):
+        assert "SHARDFAST_METRICS=127.0.0.1:0\\udcff: no metrics are served" in log
 
 
 QUIET = """
@@ -335,6 +337,19 @@ def test_a_forked_process_leaves_the_port_to_others(tmp_path):
         with socket.create_server(("127.0.0.1", port)):
             pass
         process.stdin.close()
+
+
+def test_a_pipe_for_events_that_nobody_reads_holds_nothing_up(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    run = tmp_path / "run"
+    with alone(run / "step-00000001", SHARDFAST_EVENTS=str(tmp_path / "pipe")) as (_, log):
+        assert "no events are written" in log
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with alone(tmp_path / "read", SHARDFAST_EVENTS=str(tmp_path / "pipe")) as (_, log):
+        assert "no events are written" not in log
+    assert os.read(reader, 1 << 16).startswith(b"{")
+    os.close(reader)
+    assert list((run / ".telemetry").iterdir())
 
 
 def test_events_that_cannot_be_written_are_a_warning(tmp_path):

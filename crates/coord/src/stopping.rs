@@ -7,8 +7,8 @@
 //! 2. *A rank is told.* It comes to `told` for no time, so that the round expires: rank 0 knows it by that error. Then
 //!    rank 0 comes to `stop`, and all ranks know it.
 //! 3. *At which step.* Each rank contributes the number of its next step, and rank 0 decides for the largest. Until a
-//!    rank knows the answer it waits at the end of that step. It holds nobody up: each rank contributes at once, whatever
-//!    its program is doing.
+//!    rank knows the answer it waits at the end of that step. It holds nobody up: each rank contributes at once,
+//!    whatever its program is doing.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::ffi::OsString;
 use std::fs::OpenOptions;
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -71,8 +72,10 @@ impl Lines {
                 text.push(b'\n');
             }
         }
-        let _ =
-            OpenOptions::new().create(true).append(true).open(&self.path).and_then(|mut file| file.write_all(&text));
+        // A pipe that nobody reads must hold nothing up.
+        let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+        let file = OpenOptions::new().create(true).append(true).custom_flags(flags).open(&self.path);
+        let _ = file.and_then(|mut file| file.write_all(&text));
     }
 }
 

@@ -25,6 +25,9 @@ const READS: usize = 16;
 /// Saves and loads, the newest, at whose time the storage's metrics are asked for.
 const ASKED_MAX: usize = 50;
 
+/// Number of records before those of a step that is asked for, which tell since when the same was slow.
+const BEFORE_MAX: usize = 32;
+
 /// Unreadable objects that are listed.
 const PROBLEMS_MAX: usize = 16;
 
@@ -137,15 +140,27 @@ pub(crate) fn read_run(
         Err(error) if error.kind == Kind::NotFound => Vec::new(),
         found => found?.into_iter().filter(|entry| !entry.is_dir).map(|entry| entry.name).collect(),
     };
-    names.retain(|name| parse_record_name(name).is_some_and(|found| step.is_none_or(|step| found == step)));
+    names.retain(|name| parse_record_name(name).is_some());
     names.sort_unstable();
+    let is_asked = |name: &String| step.is_none_or(|step| parse_record_name(name) == Some(step));
+    if let Some(first) = names.iter().position(is_asked) {
+        // Those before tell whether the same was slow then.
+        names.drain(..first.saturating_sub(BEFORE_MAX));
+    }
+    let (first, mut at) = (names.iter().position(is_asked).unwrap_or(names.len()), 0);
+    names.retain(|name| {
+        at += 1;
+        at <= first || is_asked(name)
+    });
 
     let mut report = RunReport { url: url.to_owned(), ..RunReport::default() };
+    let mut before: [Vec<Verdict>; 2] = Default::default();
     let first_asked = names.get(names.len().saturating_sub(ASKED_MAX)).cloned().unwrap_or_default();
     for names in names.chunks(READS) {
         for (name, collected) in read(&*store, url, names, timeout) {
             let collected = match collected {
                 Ok(collected) => collected,
+                Err(_) if !is_asked(&name) => continue,
                 Err(error) => {
                     if report.unreadable.len() < PROBLEMS_MAX {
                         report.unreadable.push(error.message);
@@ -153,9 +168,16 @@ pub(crate) fn read_run(
                     continue;
                 }
             };
-            let operations = if collected.verb == Verb::Save { &mut report.saves } else { &mut report.loads };
+            let (operations, before) = match collected.verb {
+                Verb::Save => (&mut report.saves, &mut before[0]),
+                Verb::Load => (&mut report.loads, &mut before[1]),
+            };
             let mut operation = operation(&collected);
-            count_in_a_row(&mut operation.verdicts, operations.last().map_or(&[], |last| &last.verdicts));
+            count_in_a_row(&mut operation.verdicts, before);
+            before.clone_from(&operation.verdicts);
+            if !is_asked(&name) {
+                continue;
+            }
             if let (Some(history), Some(ended_ms), true) = (history, operation.ended_ms, name >= first_asked) {
                 operation.storage = Some(history.during(collected.began_unix_ms, ended_ms)?);
             }

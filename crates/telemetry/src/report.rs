@@ -143,15 +143,16 @@ pub(crate) fn read_run(
     names.retain(|name| parse_record_name(name).is_some());
     names.sort_unstable();
     let is_asked = |name: &String| step.is_none_or(|step| parse_record_name(name) == Some(step));
-    if let Some(first) = names.iter().position(is_asked) {
-        // Those before tell whether the same was slow then.
-        names.drain(..first.saturating_sub(BEFORE_MAX));
+    // Those before one that is asked for tell whether the same was slow then.
+    let (mut left, mut kept) = (0, Vec::new());
+    for name in names.into_iter().rev() {
+        left = if is_asked(&name) { BEFORE_MAX + 1 } else { left };
+        if left > 0 {
+            left -= 1;
+            kept.push(name);
+        }
     }
-    let (first, mut at) = (names.iter().position(is_asked).unwrap_or(names.len()), 0);
-    names.retain(|name| {
-        at += 1;
-        at <= first || is_asked(name)
-    });
+    let names: Vec<String> = kept.into_iter().rev().collect();
 
     let mut report = RunReport { url: url.to_owned(), ..RunReport::default() };
     let mut before: [Vec<Verdict>; 2] = Default::default();

@@ -447,3 +447,21 @@ fn a_watch_knows_the_room_that_the_storage_has() {
     let refused = Watcher::new(url, Rules { rate: 2.0, ..Rules::default() }, &timeout).err().unwrap();
     assert_eq!((refused.kind, refused.message.contains("--rate 2")), (Kind::Invalid, true), "{refused}");
 }
+
+#[test]
+fn a_report_of_one_step_counts_in_a_row_as_that_of_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let engines = engines(2, 2);
+    for outcome in [Ok(()), Err(Kind::Conflict)] {
+        for step in 1..4 {
+            assert_eq!(save_step(&engines, dir.path(), step), [outcome; 2]);
+        }
+    }
+    let in_a_row = |step| {
+        let report = report(dir.path().to_str().unwrap(), step, None, None, &Timeout::default()).unwrap().0;
+        assert!(report.saves.iter().all(|save| step.is_none_or(|step| save.step == step)));
+        let failed = report.saves.into_iter().rev().find(|save| save.step == 3 && !save.verdicts.is_empty()).unwrap();
+        failed.verdicts.iter().find(|verdict| verdict.cause == "failed").unwrap().in_a_row
+    };
+    assert_eq!((in_a_row(None), in_a_row(Some(3))), (3, 3));
+}

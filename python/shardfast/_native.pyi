@@ -30,6 +30,7 @@ __all__ = [
     "Retention",
     "Session",
     "Stamp",
+    "Stopping",
     "Tagged",
     "Unavailable",
     "Unsupported",

@@ -6,6 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source scripts/environment.sh
 
-readonly at=$PWD/target/mounted
+at=$PWD/target/mounted
 unpack_packages "$at" s3fs=1.90 libfuse2=2.9 fuse=2.9
 exec env SHARDFAST_TEST_MOUNTED="$at" .venv/bin/pytest --quiet "${@:-tests/mounted}"

@@ -1,0 +1,252 @@
+"""Two machines with a client of NFS each, and the server of both: guests of qemu, and nfs-ganesha.
+
+Everything runs in network and mount namespaces of its own and is killed by the kernel when this process ends, however
+it ends; bridge, taps and mounts go with the last process in the namespaces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+AT = Path(os.environ.get("SHARDFAST_TEST_GUESTS", "target/guests"))
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = Path(__file__).with_name("jobs.py")
+
+BUSYBOX = AT / "bin/busybox"
+_BELOW_USR = [f"usr/lib/{path}" for path in ("x86_64-linux-gnu", "x86_64-linux-gnu/libnfsidmap", "ganesha")]
+LIBRARIES = ":".join(str(AT / path) for path in ("lib/x86_64-linux-gnu", *_BELOW_USR))
+PROGRAMS = {**os.environ, "LD_LIBRARY_PATH": LIBRARIES}
+
+SERVER = "10.77.0.1"
+PORT = 1
+BOOT_S_MAX = 120.0
+MEMORY_MIB = 768
+LEASE_S = 5
+
+PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def begin(command: list[Any], **options: Any) -> subprocess.Popen[Any]:
+    """Starts a process that ends with this one."""
+    return subprocess.Popen([str(word) for word in command], preexec_fn=_end_with_parent, **options)
+
+
+def wait_until(what: str, holds: Any, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"{what}: not within {seconds} s"
+        time.sleep(0.02)
+
+
+class Namespace:
+    """A network with a bridge, and mounts, of their own."""
+
+    def __init__(self) -> None:
+        made = f"ip link set lo up; ip link add br0 type bridge; ip addr add {SERVER}/24 dev br0; ip link set br0 up"
+        command = ["unshare", "--net", "--mount", "sh", "-euc", f"{made}; echo ready; exec sleep infinity"]
+        self._holder = begin(command, stdout=subprocess.PIPE, text=True)
+        assert self._holder.stdout is not None and self._holder.stdout.readline() == "ready\n"
+
+    def command(self, *words: Any) -> list[Any]:
+        """A command that runs there."""
+        place = f"/proc/{self._holder.pid}/ns"
+        return ["nsenter", f"--net={place}/net", f"--mount={place}/mnt", *words]
+
+    def run(self, *words: Any) -> None:
+        subprocess.run([str(word) for word in self.command(*words)], check=True)
+
+    def end(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+
+
+class Export(NamedTuple):
+    """A directory that the server gives."""
+
+    path: Path
+    name: str
+    options: str = "Access_Type = RW; Squash = No_Root_Squash;"
+
+
+class Ganesha:
+    """The server: NFS 4 only, with short leases."""
+
+    def __init__(self, namespace: Namespace, place: Path, exports: list[Export]) -> None:
+        self._namespace, self._place = namespace, place
+        self.log = place / "ganesha.log"
+        (place / "recovery").mkdir(parents=True)
+        plugins = AT / "usr/lib/x86_64-linux-gnu/ganesha"
+        text = f"""
+            NFS_CORE_PARAM {{ Protocols = 4; Bind_addr = {SERVER}; Enable_UDP = false; Enable_RQUOTA = false;
+                Plugins_Dir = "{plugins}"; }}
+            NFSv4 {{ Grace_Period = {LEASE_S}; Lease_Lifetime = {LEASE_S}; RecoveryBackend = fs; Only_Numeric_Owners = true;
+                RecoveryRoot = "{place}/recovery"; IdmapConf = "{place}/idmapd.conf"; }}
+        """
+        for number, export in enumerate(exports, 1):
+            text += f"""
+                EXPORT {{ Export_Id = {number}; Path = "{export.path}"; Pseudo = "{export.name}"; Protocols = 4;
+                    SecType = sys; {export.options} FSAL {{ Name = VFS; }} }}
+            """
+        (place / "ganesha.conf").write_text(text)
+        (place / "idmapd.conf").write_text("[General]\nDomain = test\n[Translation]\nMethod = nsswitch\n")
+        self.start()
+
+    def start(self) -> None:
+        place = self._place
+        words = [AT / "usr/bin/ganesha.nfsd", "-F", "-f", place / "ganesha.conf", "-L", self.log, "-N", "EVENT"]
+        command = self._namespace.command(*words, "-p", place / "ganesha.pid")
+        self._process = begin(command, env=PROGRAMS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_until("the server listens", self._listens, 20)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log.read_text() if self.log.exists() else ''}") from None
+
+    def _listens(self) -> bool:
+        assert self._process.poll() is None, f"the server has ended\n{self.log.read_text()}"
+        listening = Path(f"/proc/{self._process.pid}/net/tcp").read_text() if self._process.poll() is None else ""
+        both = listening + Path(f"/proc/{self._process.pid}/net/tcp6").read_text()
+        return any(":0801 " in line and " 0A " in line for line in both.splitlines())
+
+    def kill(self) -> None:
+        """Stops it at once; what it has answered is on its disk or lost."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Ran(NamedTuple):
+    """A command's end."""
+
+    code: int
+    output: str
+
+
+class Running:
+    """A command that runs in a guest."""
+
+    def __init__(self, guest: Guest, process: subprocess.Popen[str], script: str) -> None:
+        self._guest, self._process, self._script = guest, process, script
+        self._began = time.monotonic()
+
+    def is_answered(self) -> bool:
+        """Whether the guest takes commands yet."""
+        return self._process.communicate(timeout=60)[0] != ""
+
+    def ended(self, timeout_s: float = 60.0) -> Ran:
+        """Waits for its end."""
+        try:
+            output, errors = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as late:
+            self._process.kill()
+            said = (late.stdout or b"").decode(errors="replace")
+            raise AssertionError(f"not within {timeout_s} s: {self._script}\n{said}\n{self._guest.console()}") from None
+        output, _, code = output.rpartition("\n")
+        assert code, f"no answer: {self._script}\n{output}{errors}\n{self._guest.console()}"
+        return Ran(int(code), output)
+
+    def result(self, timeout_s: float = 60.0) -> Any:
+        """Waits for its end; what a job returned."""
+        ran = self.ended(timeout_s)
+        line = ran.output.rstrip("\n").rpartition("\n")[2]
+        assert ran.code == 0 and line, f"{self._script}\nends with {ran.code}: {ran.output}\n{self._guest.console()}"
+        return json.loads(line)
+
+
+class Guest:
+    """A machine: Linux, with the files of this one, read-only."""
+
+    def __init__(self, namespace: Namespace, place: Path, number: int) -> None:
+        self.number, self.address = number, f"10.77.0.{number + 2}"
+        self._namespace, self._console = namespace, place / f"guest{number}.log"
+        tap = f"tap{number}"
+        namespace.run("ip", "tuntap", "add", tap, "mode", "tap")
+        namespace.run("ip", "link", "set", tap, "master", "br0", "up")
+        (kernel,) = (AT / "boot").glob("vmlinuz-*")
+        said = {"name": f"guest{number}", "address": self.address, "server": SERVER}
+        said |= {"names": ":".join(names_of_host()), "mounts": ":".join(map(str, mounts_of_host()[1:]))}
+        line = " ".join(f"guest.{key}={value}" for key, value in said.items())
+        command = [
+            *(AT / "usr/bin/qemu-system-x86_64", "-L", AT / "usr/share/qemu", "-L", AT / "usr/share/seabios"),
+            *("-accel", "tcg", "-cpu", "max", "-m", MEMORY_MIB, "-nodefaults", "-no-user-config", "-no-reboot"),
+            *("-display", "none", "-serial", "stdio", "-kernel", kernel, "-initrd", AT / "initramfs.gz"),
+            *("-append", f"console=ttyS0 panic=-1 quiet mitigations=off {line}"),
+            *("-netdev", f"tap,id=net,ifname={tap},script=no,downscript=no"),
+            *("-device", f"virtio-net-pci,netdev=net,romfile=,mac=52:54:00:77:00:{number + 2:02x}"),
+        ]
+        with self._console.open("wb") as log:
+            self._process = begin(
+                namespace.command(*command), env=PROGRAMS, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def wait_until_ready(self) -> None:
+        def is_ready() -> bool:
+            assert self._process.poll() is None, f"the guest has ended\n{self.console()}"
+            return self.begin("").is_answered()
+
+        wait_until(f"guest {self.number} is ready", is_ready, BOOT_S_MAX)
+
+    def console(self) -> str:
+        return self._console.read_text(errors="replace")
+
+    def begin(self, script: str) -> Running:
+        """Starts a shell script there."""
+        command = self._namespace.command(BUSYBOX, "nc", self.address, PORT)
+        process = begin(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdin is not None
+        process.stdin.write(script)
+        process.stdin.close()
+        process.stdin = None
+        return Running(self, process, script)
+
+    def run(self, script: str, timeout_s: float = 60.0) -> str:
+        """Runs a shell script there, which must succeed; its output."""
+        ran = self.begin(script).ended(timeout_s)
+        assert ran.code == 0, f"{script}\nends with {ran.code}: {ran.output}\n{self.console()}"
+        return ran.output
+
+    def mount(self, export: str, place: str, options: str = "") -> None:
+        """Mounts an export with the options that mount.nfs takes unless told others."""
+        given = f"vers=4.2,proto=tcp,addr={SERVER},clientaddr={self.address}{options}"
+        self.run(f"mkdir -p {place} && {BUSYBOX} mount -t nfs4 -o {given} {SERVER}:{export} {place}")
+
+    def job(self, name: str, *arguments: Any, ranks: int = 1) -> Running:
+        """Starts a function of jobs.py there, as this guest's rank of a job."""
+        variables = {
+            "PYTHONDONTWRITEBYTECODE": 1,
+            "OPENBLAS_NUM_THREADS": 1,
+            "RANK": self.number if ranks > 1 else 0,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": 1,
+        }
+        if ranks > 1:
+            variables |= {"SHARDFAST_ROOT": "10.77.0.2:7070", "SHARDFAST_TOKEN": "a secret of the tests"}
+        words = " ".join(f"{name}='{value}'" for name, value in variables.items())
+        given = json.dumps(arguments).replace("'", "'\\''")
+        return self.begin(f"{words} exec {sys.executable} {JOBS} {name} '{given}'")
+
+
+def mounts_of_host() -> list[Path]:
+    """The file systems that hold this checkout and its Python, that of `/` first: the server gives each by itself."""
+
+    def mount_of(path: Path) -> Path:
+        return next(place for place in (path, *path.parents) if place.is_mount())
+
+    paths = (ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable))
+    return sorted({Path("/"), *(mount_of(path.resolve()) for path in paths)})
+
+
+def names_of_host() -> list[str]:
+    """The directories and links of `/` that guests have, too; others are their own."""
+    own = {"dev", "mnt", "proc", "run", "sys", "tmp"}
+    return [path.name for path in Path("/").iterdir() if path.name not in own and path.is_dir() and not path.is_mount()]

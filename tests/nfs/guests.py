@@ -6,6 +6,7 @@ it ends; bridge, taps and mounts go with the last process in the namespaces.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -26,12 +27,14 @@ LIBRARIES = ":".join(str(AT / path) for path in ("lib/x86_64-linux-gnu", *_BELOW
 PROGRAMS = {**os.environ, "LD_LIBRARY_PATH": LIBRARIES}
 
 SERVER = "10.77.0.1"
-PORT = 1
+SHELL_PORT = 1
 BOOT_S_MAX = 120.0
 MEMORY_MIB = 768
 LEASE_S = 5
 
 PR_SET_PDEATHSIG = 1
+
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
 
 
 def _end_with_parent() -> None:
@@ -56,6 +59,7 @@ class Namespace:
     def __init__(self) -> None:
         made = f"ip link set lo up; ip link add br0 type bridge; ip addr add {SERVER}/24 dev br0; ip link set br0 up"
         command = ["unshare", "--net", "--mount", "sh", "-euc", f"{made}; echo ready; exec sleep infinity"]
+        self._processes: list[subprocess.Popen[Any]] = []
         self._holder = begin(command, stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout is not None and self._holder.stdout.readline() == "ready\n"
 
@@ -67,9 +71,16 @@ class Namespace:
     def run(self, *words: Any) -> None:
         subprocess.run([str(word) for word in self.command(*words)], check=True)
 
+    def begin(self, *words: Any, **options: Any) -> subprocess.Popen[Any]:
+        """Starts a process there, which ends with the namespace."""
+        process = begin(self.command(*words), **options)
+        self._processes.append(process)
+        return process
+
     def end(self) -> None:
-        self._holder.kill()
-        self._holder.wait()
+        for process in (*self._processes, self._holder):
+            process.kill()
+            process.wait()
 
 
 class Export(NamedTuple):
@@ -91,7 +102,8 @@ class Ganesha:
         text = f"""
             NFS_CORE_PARAM {{ Protocols = 4; Bind_addr = {SERVER}; Enable_UDP = false; Enable_RQUOTA = false;
                 Plugins_Dir = "{plugins}"; }}
-            NFSv4 {{ Grace_Period = {LEASE_S}; Lease_Lifetime = {LEASE_S}; RecoveryBackend = fs; Only_Numeric_Owners = true;
+            NFSv4 {{ Grace_Period = {LEASE_S}; Lease_Lifetime = {LEASE_S}; RecoveryBackend = fs;
+                Only_Numeric_Owners = true;
                 RecoveryRoot = "{place}/recovery"; IdmapConf = "{place}/idmapd.conf"; }}
         """
         for number, export in enumerate(exports, 1):
@@ -106,8 +118,8 @@ class Ganesha:
     def start(self) -> None:
         place = self._place
         words = [AT / "usr/bin/ganesha.nfsd", "-F", "-f", place / "ganesha.conf", "-L", self.log, "-N", "EVENT"]
-        command = self._namespace.command(*words, "-p", place / "ganesha.pid")
-        self._process = begin(command, env=PROGRAMS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = self._namespace.begin(*words, "-p", place / "ganesha.pid", env=PROGRAMS, **quiet)
         try:
             wait_until("the server listens", self._listens, 20)
         except AssertionError as error:
@@ -132,42 +144,56 @@ class Ran(NamedTuple):
     output: str
 
 
-class Running:
-    """A command that runs in a guest."""
+class Asked:
+    """Something that was sent to a port of a guest, and the answer to come."""
 
-    def __init__(self, guest: Guest, process: subprocess.Popen[str], script: str) -> None:
-        self._guest, self._process, self._script = guest, process, script
-        self._began = time.monotonic()
+    def __init__(self, guest: Guest, port: int, text: str) -> None:
+        self._guest, self._text = guest, text
+        self._process = begin(guest.command(BUSYBOX, "nc", guest.address, port), **PIPES)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it says why at its end
+            self._process.stdin.write(text)
+            self._process.stdin.close()
+        self._process.stdin = None
 
     def is_answered(self) -> bool:
-        """Whether the guest takes commands yet."""
-        return self._process.communicate(timeout=60)[0] != ""
+        """Whether an answer is there, or none will come."""
+        return self._process.poll() is not None
 
-    def ended(self, timeout_s: float = 60.0) -> Ran:
-        """Waits for its end."""
+    def answer(self, timeout_s: float = 60.0) -> str:
+        """Waits for the answer, which is empty if the guest does not listen."""
         try:
-            output, errors = self._process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired as late:
+            return self._process.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
             self._process.kill()
-            said = (late.stdout or b"").decode(errors="replace")
-            raise AssertionError(f"not within {timeout_s} s: {self._script}\n{said}\n{self._guest.console()}") from None
-        output, _, code = output.rpartition("\n")
-        assert code, f"no answer: {self._script}\n{output}{errors}\n{self._guest.console()}"
+            self._process.wait()
+            raise AssertionError(f"not within {timeout_s} s: {self._text}\n{self._guest.console()}") from None
+
+    def ran(self, timeout_s: float = 60.0) -> Ran:
+        """Waits for the end of a shell script."""
+        output, _, code = self.answer(timeout_s).rpartition("\n")
+        assert code, f"no answer: {self._text}\n{output}\n{self._guest.console()}"
         return Ran(int(code), output)
 
-    def result(self, timeout_s: float = 60.0) -> Any:
-        """Waits for its end; what a job returned."""
-        ran = self.ended(timeout_s)
-        line = ran.output.rstrip("\n").rpartition("\n")[2]
-        assert ran.code == 0 and line, f"{self._script}\nends with {ran.code}: {ran.output}\n{self._guest.console()}"
-        return json.loads(line)
+    def outcome(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Waits for what a function of jobs.py returned or raised."""
+        answer = self.answer(timeout_s)
+        assert answer, f"no answer: {self._text}\n{self._guest.console()}"
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def value(self, timeout_s: float = 60.0) -> Any:
+        """Waits for what a function of jobs.py returned."""
+        found = self.outcome(timeout_s)
+        assert "value" in found, f"{self._text}: {found}"
+        return found["value"]
 
 
 class Guest:
     """A machine: Linux, with the files of this one, read-only."""
 
     def __init__(self, namespace: Namespace, place: Path, number: int) -> None:
-        self.number, self.address = number, f"10.77.0.{number + 2}"
+        self.number, self.address = number, address_of(number)
         self._namespace, self._console = namespace, place / f"guest{number}.log"
         tap = f"tap{number}"
         namespace.run("ip", "tuntap", "add", tap, "mode", "tap")
@@ -185,33 +211,30 @@ class Guest:
             *("-device", f"virtio-net-pci,netdev=net,romfile=,mac=52:54:00:77:00:{number + 2:02x}"),
         ]
         with self._console.open("wb") as log:
-            self._process = begin(
-                namespace.command(*command), env=PROGRAMS, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+            quiet = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._process = namespace.begin(*command, env=PROGRAMS, **quiet)
 
     def wait_until_ready(self) -> None:
         def is_ready() -> bool:
             assert self._process.poll() is None, f"the guest has ended\n{self.console()}"
-            return self.begin("").is_answered()
+            return Asked(self, SHELL_PORT, "").answer() != ""
 
         wait_until(f"guest {self.number} is ready", is_ready, BOOT_S_MAX)
 
     def console(self) -> str:
         return self._console.read_text(errors="replace")
 
-    def begin(self, script: str) -> Running:
+    def command(self, *words: Any) -> list[Any]:
+        """A command that reaches the guest: one here, in its network."""
+        return self._namespace.command(*words)
+
+    def begin(self, script: str) -> Asked:
         """Starts a shell script there."""
-        command = self._namespace.command(BUSYBOX, "nc", self.address, PORT)
-        process = begin(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdin is not None
-        process.stdin.write(script)
-        process.stdin.close()
-        process.stdin = None
-        return Running(self, process, script)
+        return Asked(self, SHELL_PORT, script)
 
     def run(self, script: str, timeout_s: float = 60.0) -> str:
         """Runs a shell script there, which must succeed; its output."""
-        ran = self.begin(script).ended(timeout_s)
+        ran = self.begin(script).ran(timeout_s)
         assert ran.code == 0, f"{script}\nends with {ran.code}: {ran.output}\n{self.console()}"
         return ran.output
 
@@ -220,20 +243,41 @@ class Guest:
         given = f"vers=4.2,proto=tcp,addr={SERVER},clientaddr={self.address}{options}"
         self.run(f"mkdir -p {place} && {BUSYBOX} mount -t nfs4 -o {given} {SERVER}:{export} {place}")
 
-    def job(self, name: str, *arguments: Any, ranks: int = 1) -> Running:
-        """Starts a function of jobs.py there, as this guest's rank of a job."""
-        variables = {
-            "PYTHONDONTWRITEBYTECODE": 1,
-            "OPENBLAS_NUM_THREADS": 1,
-            "RANK": self.number if ranks > 1 else 0,
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": 1,
-        }
+
+class Worker:
+    """A process of Python in a guest that calls functions of jobs.py: a rank of a job, or a job of its own."""
+
+    def __init__(self, guest: Guest, port: int, ranks: int = 1) -> None:
+        self.guest, self._port = guest, port
+        variables = {"PYTHONDONTWRITEBYTECODE": 1, "OPENBLAS_NUM_THREADS": 1}
         if ranks > 1:
-            variables |= {"SHARDFAST_ROOT": "10.77.0.2:7070", "SHARDFAST_TOKEN": "a secret of the tests"}
+            variables |= {"RANK": guest.number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1}
+            variables |= {
+                "SHARDFAST_ROOT": f"{address_of(0)}:{port + 1000}",
+                "SHARDFAST_TOKEN": f"job{port}",
+            }
         words = " ".join(f"{name}='{value}'" for name, value in variables.items())
-        given = json.dumps(arguments).replace("'", "'\\''")
-        return self.begin(f"{words} exec {sys.executable} {JOBS} {name} '{given}'")
+        self._process = guest.begin(f"{words} exec {sys.executable} {JOBS} {port}")
+
+    def wait_until_ready(self) -> None:
+        def is_ready() -> bool:
+            assert not self._process.is_answered(), self._process.answer()
+            return self.begin("is_there", "/").answer() != ""
+
+        wait_until("the worker is ready", is_ready, 60)
+
+    def begin(self, name: str, *arguments: Any) -> Asked:
+        """Calls a function, and does not wait for it."""
+        return Asked(self.guest, self._port, json.dumps([name, arguments]) + "\n")
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Calls a function; what it returns."""
+        return self.begin(name, *arguments).value()
+
+
+def address_of(number: int) -> str:
+    """The address of a guest."""
+    return f"10.77.0.{number + 2}"
 
 
 def mounts_of_host() -> list[Path]:

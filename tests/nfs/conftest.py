@@ -9,7 +9,7 @@ import pytest
 
 collect_ignore_glob = [] if "SHARDFAST_TEST_GUESTS" in os.environ else ["test_*.py"]
 
-from guests import Export, Ganesha, Guest, Namespace, Worker, mounts_of_host  # noqa: E402
+from guests import PROGRAMS_SERVER, SERVER, Export, Ganesha, Guest, Namespace, Worker, mounts_of_host  # noqa: E402
 
 SHARE = "/tmp/share"
 READ_ONLY = "Access_Type = RO; Squash = No_Root_Squash;"
@@ -38,10 +38,10 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
     share.mkdir()
     namespace = Namespace()
     try:
-        hosts = [Export(path, f"/host{path}".rstrip("/"), READ_ONLY) for path in mounts_of_host()]
-        server = Ganesha(
-            namespace, directory / "server", [*hosts, *exports(namespace, directory), Export(share, "/share")]
-        )
+        programs = [Export(path, f"/host{path}".rstrip("/"), READ_ONLY) for path in mounts_of_host()]
+        Ganesha(namespace, PROGRAMS_SERVER, directory / "programs", programs)
+        given = [Export(share, "/share"), *exports(namespace, directory)]
+        server = Ganesha(namespace, SERVER, directory / "server", given)
         guests = [Guest(namespace, directory, number) for number in range(2)]
         for guest in guests:
             guest.wait_until_ready()

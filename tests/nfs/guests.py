@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,10 +28,15 @@ LIBRARIES = ":".join(str(AT / path) for path in ("lib/x86_64-linux-gnu", *_BELOW
 PROGRAMS = {**os.environ, "LD_LIBRARY_PATH": LIBRARIES}
 
 SERVER = "10.77.0.1"
+PROGRAMS_SERVER = "10.77.0.254"
+"""Gives the guests this machine's programs, also while the other server is down."""
+
 SHELL_PORT = 1
+NFS_PORT = 2049
 BOOT_S_MAX = 120.0
 MEMORY_MIB = 768
-LEASE_S = 5
+LEASE_S = 10
+"""Clients renew every 5 s at least: a shorter lease could end before."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -57,7 +63,8 @@ class Namespace:
     """A network with a bridge, and mounts, of their own."""
 
     def __init__(self) -> None:
-        made = f"ip link set lo up; ip link add br0 type bridge; ip addr add {SERVER}/24 dev br0; ip link set br0 up"
+        made = "ip link set lo up; ip link add br0 type bridge; ip link set br0 up; "
+        made += "; ".join(f"ip addr add {address}/24 dev br0" for address in (SERVER, PROGRAMS_SERVER))
         command = ["unshare", "--net", "--mount", "sh", "-euc", f"{made}; echo ready; exec sleep infinity"]
         self._processes: list[subprocess.Popen[Any]] = []
         self._holder = begin(command, stdout=subprocess.PIPE, text=True)
@@ -94,42 +101,51 @@ class Export(NamedTuple):
 class Ganesha:
     """The server: NFS 4 only, with short leases."""
 
-    def __init__(self, namespace: Namespace, place: Path, exports: list[Export]) -> None:
-        self._namespace, self._place = namespace, place
+    def __init__(self, namespace: Namespace, address: str, place: Path, exports: list[Export]) -> None:
+        self._namespace, self._address, self._place = namespace, address, place
         self.log = place / "ganesha.log"
         (place / "recovery").mkdir(parents=True)
-        plugins = AT / "usr/lib/x86_64-linux-gnu/ganesha"
-        text = f"""
-            NFS_CORE_PARAM {{ Protocols = 4; Bind_addr = {SERVER}; Enable_UDP = false; Enable_RQUOTA = false;
-                Plugins_Dir = "{plugins}"; }}
-            NFSv4 {{ Grace_Period = {LEASE_S}; Lease_Lifetime = {LEASE_S}; RecoveryBackend = fs;
-                Only_Numeric_Owners = true;
-                RecoveryRoot = "{place}/recovery"; IdmapConf = "{place}/idmapd.conf"; }}
-        """
-        for number, export in enumerate(exports, 1):
-            text += f"""
+        (place / "idmapd.conf").write_text("[General]\nDomain = test\n[Translation]\nMethod = nsswitch\n")
+        self._exports = "".join(
+            f"""
                 EXPORT {{ Export_Id = {number}; Path = "{export.path}"; Pseudo = "{export.name}"; Protocols = 4;
                     SecType = sys; {export.options} FSAL {{ Name = VFS; }} }}
             """
-        (place / "ganesha.conf").write_text(text)
-        (place / "idmapd.conf").write_text("[General]\nDomain = test\n[Translation]\nMethod = nsswitch\n")
-        self.start()
+            for number, export in enumerate(exports, 1)
+        )
+        self.start(is_again=False)
 
-    def start(self) -> None:
+    def start(self, is_again: bool = True) -> None:
+        """Starts it; if again, it gives clients time to say what they had open."""
         place = self._place
+        text = f"""
+            NFS_CORE_PARAM {{ Protocols = 4; Bind_addr = {self._address}; Enable_UDP = false; Enable_RQUOTA = false;
+                Plugins_Dir = "{AT}/usr/lib/x86_64-linux-gnu/ganesha"; }}
+            NFSv4 {{ Graceless = {not is_again}; Grace_Period = {LEASE_S}; Lease_Lifetime = {LEASE_S};
+                RecoveryBackend = fs; RecoveryRoot = "{place}/recovery"; IdmapConf = "{place}/idmapd.conf";
+                Only_Numeric_Owners = true; }}
+        """
+        (place / "ganesha.conf").write_text(text + self._exports)
         words = [AT / "usr/bin/ganesha.nfsd", "-F", "-f", place / "ganesha.conf", "-L", self.log, "-N", "EVENT"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._process = self._namespace.begin(*words, "-p", place / "ganesha.pid", env=PROGRAMS, **quiet)
         try:
             wait_until("the server listens", self._listens, 20)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.log.read_text() if self.log.exists() else ''}") from None
+            raise AssertionError(f"{error}\n{self._said()}") from None
 
     def _listens(self) -> bool:
-        assert self._process.poll() is None, f"the server has ended\n{self.log.read_text()}"
-        listening = Path(f"/proc/{self._process.pid}/net/tcp").read_text() if self._process.poll() is None else ""
-        both = listening + Path(f"/proc/{self._process.pid}/net/tcp6").read_text()
-        return any(":0801 " in line and " 0A " in line for line in both.splitlines())
+        assert self._process.poll() is None, f"the server has ended\n{self._said()}"
+        net = Path(f"/proc/{self._process.pid}/net")
+        listening = f"{socket.inet_aton(self._address)[::-1].hex().upper()}:{NFS_PORT:04X} "
+        return any(
+            listening in line and " 0A " in line
+            for path in (net / "tcp", net / "tcp6")
+            for line in path.read_text().splitlines()
+        )
+
+    def _said(self) -> str:
+        return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
 
     def kill(self) -> None:
         """Stops it at once; what it has answered is on its disk or lost."""
@@ -199,7 +215,7 @@ class Guest:
         namespace.run("ip", "tuntap", "add", tap, "mode", "tap")
         namespace.run("ip", "link", "set", tap, "master", "br0", "up")
         (kernel,) = (AT / "boot").glob("vmlinuz-*")
-        said = {"name": f"guest{number}", "address": self.address, "server": SERVER}
+        said = {"name": f"guest{number}", "address": self.address, "server": PROGRAMS_SERVER}
         said |= {"names": ":".join(names_of_host()), "mounts": ":".join(map(str, mounts_of_host()[1:]))}
         line = " ".join(f"guest.{key}={value}" for key, value in said.items())
         command = [

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests with two clients of NFS, tests/nfs. Each client is a small guest of qemu, since the kernel here may have
-# no NFS client; the server is nfs-ganesha. Debian's packages are unpacked in target/guests and not installed. Taps and a
-# bridge take root. Arguments are pytest's; `scripts/guests.sh gate` runs the short test of `make test`.
+# Runs the tests with two clients of NFS, tests/nfs. Each client is a small guest of qemu, since the kernel here may
+# have no NFS client; the server is nfs-ganesha. Debian's packages are unpacked in target/guests and not installed. Taps
+# and a bridge take root. Arguments are pytest's; `scripts/guests.sh gate` runs the short tests of `make test`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -65,7 +65,7 @@ for tool in apt-get dpkg-deb ip unshare nsenter mkfs.ext4; do
     command -v "$tool" >/dev/null || missing "$tool"
 done
 unshare --net --mount true || missing "a network namespace"
-unpack || missing "Debian's packages of bookworm"
+unpack || { apt-get update --quiet=2 && unpack; } || missing "Debian's packages of bookworm"
 make_initramfs
 
 if [[ ${1-} == gate ]]; then

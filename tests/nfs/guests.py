@@ -63,7 +63,7 @@ class Namespace:
     """A network with a bridge, and mounts, of their own."""
 
     def __init__(self) -> None:
-        made = "ip link set lo up; ip link add br0 type bridge; ip link set br0 up; "
+        made = "mount -t tmpfs tmpfs /run; ip link set lo up; ip link add br0 type bridge; ip link set br0 up; "
         made += "; ".join(f"ip addr add {address}/24 dev br0" for address in (SERVER, PROGRAMS_SERVER))
         command = ["unshare", "--net", "--mount", "sh", "-euc", f"{made}; echo ready; exec sleep infinity"]
         self._processes: list[subprocess.Popen[Any]] = []
@@ -280,7 +280,7 @@ class Worker:
             assert not self._process.is_answered(), self._process.answer()
             return self.begin("is_there", "/").answer() != ""
 
-        wait_until("the worker is ready", is_ready, 60)
+        wait_until("the worker is ready", is_ready, BOOT_S_MAX)
 
     def begin(self, name: str, *arguments: Any) -> Asked:
         """Calls a function, and does not wait for it."""

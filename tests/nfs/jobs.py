@@ -81,9 +81,15 @@ def step_run(run, step):
 def exchange(path):
     """Puts a copy of a directory in its place: who has something open in it finds it gone."""
     os.rename(path, f"{path}.old")
-    copied = subprocess.run(["cp", "-a", f"{path}.old", path], capture_output=True, check=False)
+    subprocess.run(["cp", "--archive", f"{path}.old", path], capture_output=True, check=False)  # some of it may go
     shutil.rmtree(f"{path}.old", ignore_errors=True)
-    return copied.returncode
+
+
+def remove(path):
+    """Puts an empty directory in the place of one in which the other machine has files open."""
+    os.rename(path, f"{path}.old")
+    os.mkdir(path)
+    shutil.rmtree(f"{path}.old")
 
 
 def leave(directory, name, hours):

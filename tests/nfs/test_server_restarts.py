@@ -67,7 +67,6 @@ def test_a_load_outlives_a_server_that_comes_back(machines, ranks, place, moment
 def test_a_server_that_stays_away_for_longer_than_the_deadline(machines, ranks, place):
     name = f"{place.name}/one"
     found = interrupted(machines, ranks, 0.5, "save", name, 1, LENGTH, 10, down_s=25)
-    print(found)
     was_saved = kinds_of(found) == [None, None]
     assert was_saved or kinds_of(found) == ["Unavailable"] * 2, found
     expect_whole_or_invisible(ranks, name, was_saved)

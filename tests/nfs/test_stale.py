@@ -3,6 +3,7 @@
 import os
 import time
 
+import jobs
 import pytest
 from guests import wait_until
 
@@ -52,3 +53,37 @@ def test_a_directory_that_is_removed_under_a_save(alone, place, moment):
         assert worker.begin("load", name, 1, LENGTH).outcome()["kind"] == "NotFound"
     one.call("save", f"{place.name}/run/two", 1, LENGTH)
     assert other.call("load", f"{place.name}/run/two", 1, LENGTH)
+
+
+def restarted_with(machines, change):
+    """The server comes back, and a directory is another one: what was open in it is stale."""
+    machines.server.kill()
+    change()
+    machines.server.start()
+
+
+def test_a_load_whose_files_are_stale(machines, alone, place):
+    one, other = alone
+    name, here = f"{place.name}/one", place.here / "one"
+    other.call("save", name, 1, LENGTH)
+    usual_s = one.begin("load", name, 1, LENGTH).outcome()["seconds"]
+    asked = one.begin("load", name, 1, LENGTH)
+    time.sleep(usual_s / 3)
+    restarted_with(machines, lambda: jobs.exchange(here))
+    found = asked.outcome(100)
+    assert found.get("value") or found["kind"] == "Unavailable", found
+    assert one.begin("load", name, 1, LENGTH).value(100)
+
+
+def test_a_save_whose_files_are_stale(machines, alone, place):
+    one, other = alone
+    name = f"{place.name}/run/one"
+    asked = one.begin("save", name, 1, LENGTH)
+    wait_until("the save writes", lambda: list(place.here.glob("run/one/model/*.safetensors")), 30)
+    restarted_with(machines, lambda: jobs.remove(place.here / "run"))
+    found = asked.outcome(100)
+    assert found["kind"] == "Unavailable" and name in found["message"], found
+    for worker in alone:
+        assert worker.begin("load", name, 1, LENGTH).outcome(100)["kind"] == "NotFound"
+    one.begin("save", f"{place.name}/run/two", 1, LENGTH).value(100)
+    assert other.begin("load", f"{place.name}/run/two", 1, LENGTH).value(100)

@@ -72,6 +72,8 @@ pub(crate) fn kind_of(errno: Errno) -> Kind {
         Errno::NOSPC | Errno::DQUOT | Errno::FBIG | Errno::NOMEM | Errno::MFILE | Errno::NFILE => Kind::Exhausted,
         Errno::IO
         | Errno::STALE
+        // A client of NFS says so, too, of an open file that the server has lost.
+        | Errno::BADF
         | Errno::TIMEDOUT
         | Errno::BUSY
         | Errno::AGAIN

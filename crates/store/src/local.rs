@@ -657,6 +657,7 @@ fn of_errno(op: &'static str, path: &Path, errno: Errno) -> Error {
 fn no_room<D: Disk>(disk: &D, op: &'static str, path: &Path, errno: Errno, bytes: u64) -> Error {
     let mut error = of_errno(op, path, errno);
     error.message += match errno {
+        Errno::STALE | Errno::BADF => ": expected the file that was opened, found it lost: write it anew",
         Errno::ROFS => ": expected one that is mounted and exported for writing: mount it so, or save to another one",
         Errno::ACCESS | Errno::PERM => {
             ": expected one that this user may write to (NFS may take root for nobody): change its owner or mode"

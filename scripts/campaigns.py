@@ -146,6 +146,11 @@ STEPS = [
     *(Step(f"trainers' packages, {of[0]}", ["scripts/frameworks.sh", "with", *of]) for of in (*OLDER, *LOADERS)),
     Step("receivers of metrics and traces", ["scripts/receivers.sh"]),
     Step("mounted file systems", ["scripts/mounted.sh"], after=(SERVERS,)),
+    Step(
+        "NFS, two clients",
+        given({"SHARDFAST_NFS_MOMENTS": 6}, "scripts/guests.sh", "-o", "faulthandler_timeout=0", "tests/nfs"),
+        cores=1.5,
+    ),
     Step("Megatron-Core", ["scripts/megatron.sh"]),
     *(Step(f"Megatron-Core {version}", ["scripts/megatron.sh", "with", version]) for version in OLDER_MEGATRON),
     Step("pages in a browser", ["scripts/browser.sh"]),

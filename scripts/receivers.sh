@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source scripts/environment.sh
 
-readonly at=$PWD/target/receivers
+at=$PWD/target/receivers
 unpack_packages "$at" prometheus=2.42 prometheus-alertmanager=0.25 tmux=3.3 libevent-core-2.1-7=2.1 libutempter0=1.2
 
 readonly collector=tests/receivers/collector

@@ -18,7 +18,7 @@ for _name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONPATH", "PYTHONOPTIMIZE"
 
 BIN = ".venv/bin"
 
-NOT_IN_PYTEST = ("structure", "wheel", "frameworks", "megatron", "python/test_readme.py", "python/test_guide.py")
+NOT_IN_PYTEST = ("structure", "wheel", "frameworks", "megatron", "nfs", "python/test_readme.py", "python/test_guide.py")
 """Parts of tests/ that steps of their own run."""
 
 
@@ -89,6 +89,7 @@ CHECKED = [
         "clippy", cargo("clippy", "--workspace", "--all-targets", "--", "-D", "warnings"), after=("Rust tests, built",)
     ),
     Step("README and guide", pytest("tests/python/test_readme.py", "tests/python/test_guide.py"), after=("wheel",)),
+    Step("NFS, two clients", ["scripts/guests.sh", "gate"], after=("wheel",), cores=1.5),
     Step("wheel, audited and tried", pytest("tests/wheel"), after=("wheel",)),
     Step("guide as a site", ["scripts/site.sh", "gate"], after=("wheel",)),
     Step("cargo doc", ["scripts/docs.sh", "rust"], after=("clippy",)),

@@ -12,7 +12,10 @@ MODULE = re.compile(r'^[ \t]*(?:#\[path = "([^"]+)"\]\s*)?(?:pub(?:\([^)]*\))?\s
 WHOLE = re.compile(r"^pytestmark = .*campaign", re.MULTILINE)
 TEST = re.compile(r"^(?:async )?def test_", re.MULTILINE)
 
-FOLDERS = ("browser", "frameworks", "gpu", "megatron", "mounted", "python", "reader", "receivers", "structure", "wheel")
+FOLDERS = (
+    *("browser", "frameworks", "gpu", "megatron", "mounted", "nfs", "python", "reader", "receivers", "structure"),
+    "wheel",
+)
 RUN_BY = tuple(f"tests/{name}/" for name in FOLDERS)
 """Folders whose files `test_*.py` a step runs; tests/gpu needs a device."""
 

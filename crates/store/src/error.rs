@@ -72,7 +72,8 @@ pub(crate) fn kind_of(errno: Errno) -> Kind {
         Errno::NOSPC | Errno::DQUOT | Errno::FBIG | Errno::NOMEM | Errno::MFILE | Errno::NFILE => Kind::Exhausted,
         Errno::IO
         | Errno::STALE
-        // GlusterFS says so of a file that was open when its server went.
+        // Clients of NFS and GlusterFS say so of an open file that the server has lost.
+        | Errno::BADF
         | Errno::BADFD
         | Errno::TIMEDOUT
         | Errno::BUSY

@@ -226,7 +226,7 @@ impl<D: Disk> LocalStore<D> {
             Ok(written) => written == ALIGNMENT,
             Err(Errno::INVAL | Errno::OPNOTSUPP) => false,
             Err(Errno::NOTDIR) => return Err(failed(Kind::Invalid, "create", &path, "not below a directory")),
-            Err(errno) => return Err(of_errno("create", &path, errno)),
+            Err(errno) => return Err(no_room(&*self.disk, "create", &path, errno, 0)),
         };
         match removed {
             Ok(()) | Err(Errno::NOENT) => Ok(*self.direct.get_or_init(|| direct)),
@@ -670,10 +670,18 @@ fn of_errno(op: &'static str, path: &Path, errno: Errno) -> Error {
     Error::of_errno(op, path.to_string_lossy(), errno)
 }
 
-/// Returns the error of a call that makes or fills a file of `bytes` bytes. Without space it names the space that this
-/// file needs, and the free space.
+/// Returns the error of a call that makes or fills a file of `bytes` bytes, with what is needed. Without space it names
+/// the space that this file needs, and the free space.
 fn no_room<D: Disk>(disk: &D, op: &'static str, path: &Path, errno: Errno, bytes: u64) -> Error {
     let mut error = of_errno(op, path, errno);
+    error.message += match errno {
+        Errno::STALE | Errno::BADF => ": expected the file that was opened, found it lost: write it anew",
+        Errno::ROFS => ": expected one that is mounted and exported for writing: mount it so, or save to another one",
+        Errno::ACCESS | Errno::PERM => {
+            ": expected one that this user may write to (NFS may take root for nobody): change its owner or mode"
+        }
+        _ => "",
+    };
     if matches!(errno, Errno::NOSPC | Errno::DQUOT) {
         // The file may be removed by now, and directories above it may not exist yet.
         let room = path.ancestors().find_map(|place| uninterrupted(|| disk.statvfs(place)).ok());

@@ -32,6 +32,7 @@
 //! A crash leaves at worst unfinished files, temporary files and directories; nothing refers to them.
 
 mod claims;
+mod failure;
 mod flights;
 pub mod probe;
 mod reader;
@@ -43,10 +44,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 pub use claims::{Claimed, Claims};
+use failure::{ambiguous, failed, no_room, of_errno};
 use reader::LocalReader;
 use writer::LocalWriter;
 
-use crate::disk::{Disk, Errno, FileKind, RealDisk, Room, Stat, Sys};
+use crate::disk::{Disk, Errno, FileKind, RealDisk, Stat, Sys};
 use crate::observe::{Action, Reports};
 use crate::place::{self, Url};
 use crate::write::{Writes, by_threads};
@@ -660,49 +662,4 @@ fn absent_is_fine<T>(result: Result<T>) -> Result<Option<T>> {
         Err(error) if error.kind == Kind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-fn failed(kind: Kind, op: &'static str, path: &Path, message: impl Into<String>) -> Error {
-    Error::new(kind, op, path.to_string_lossy(), message)
-}
-
-fn of_errno(op: &'static str, path: &Path, errno: Errno) -> Error {
-    Error::of_errno(op, path.to_string_lossy(), errno)
-}
-
-/// Returns the error of a call that makes or fills a file of `bytes` bytes, with what is needed. Without space it names
-/// the space that this file needs, and the free space.
-fn no_room<D: Disk>(disk: &D, op: &'static str, path: &Path, errno: Errno, bytes: u64) -> Error {
-    let mut error = of_errno(op, path, errno);
-    error.message += match errno {
-        Errno::STALE | Errno::BADF => ": expected the file that was opened, found it lost: write it anew",
-        Errno::ROFS => ": expected one that is mounted and exported for writing: mount it so, or save to another one",
-        Errno::ACCESS | Errno::PERM => {
-            ": expected one that this user may write to (NFS may take root for nobody): change its owner or mode"
-        }
-        _ => "",
-    };
-    if matches!(errno, Errno::NOSPC | Errno::DQUOT) {
-        // The file may be removed by now, and directories above it may not exist yet.
-        let room = path.ancestors().find_map(|place| uninterrupted(|| disk.statvfs(place)).ok());
-        if bytes > 0 {
-            error.message += &format!(": expected room for {bytes} bytes");
-        }
-        match room {
-            Some(Room { files: Some(0), .. }) => error.message += ", found none for another file (inodes)",
-            Some(Room { bytes: free, .. }) if errno == Errno::NOSPC => {
-                error.message += &format!(", found {free} bytes free");
-            }
-            Some(Room { bytes: free, .. }) => {
-                error.message += &format!(" in the quota; the disk has {free} bytes free")
-            }
-            None => {}
-        }
-    }
-    error
-}
-
-fn ambiguous(target: &Path, errno: Errno) -> Error {
-    let message = format!("{errno}; the object may have been published: check for it before retrying");
-    failed(Kind::Unavailable, "publish", target, message)
 }

@@ -6,7 +6,8 @@ parent. They find each other in one of two ways:
 * Through the rendezvous store of ``torch.distributed``: rank 0 publishes the shape of the tree and a secret, and each
   rank with children publishes its address.
 * Through the environment, without ``torch.distributed``: ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
-  :data:`ROOT` and :data:`TOKEN`. Rank 0 listens at :data:`ROOT`, and sends every rank its parent's address.
+  :data:`ROOT` and :data:`TOKEN`, or what Slurm tells the processes of a step. Rank 0 listens at :data:`ROOT`, and sends
+  every rank its parent's address.
 
 The ranks of a process group are a job of their own, with a session of their own, in which they have their numbers in
 the group.
@@ -32,6 +33,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .errors import Error, Invalid, Unavailable
+from .launchers import Described, is_in_step, number, of_slurm
 from .native import Place, Session
 
 _log = logging.getLogger("shardfast")
@@ -215,6 +217,8 @@ def _job(process_group: Any) -> tuple[Any, _Meet] | None:
     if ROOT in os.environ:
         return _environment(), _met_by_environment
     _expect_one_process()
+    if "WORLD_SIZE" not in os.environ and is_in_step():
+        return _environment(), _met_by_environment
     return None
 
 
@@ -416,15 +420,6 @@ def address() -> str:
     return _host(int(world) if world.isdecimal() else 0, root or os.environ.get("MASTER_ADDR", ""))
 
 
-def _number(name: str, least: int, default: int | None = None) -> int:
-    text = os.environ.get(name, default)
-    if text is None:
-        raise Invalid(f"{name}: not set; a job without torch.distributed needs it beside {ROOT}")
-    if not re.fullmatch(r"[0-9]{1,9}", str(text)) or int(text) < least:
-        raise Invalid(f"{name}={text!r}: expected a number, at least {least}")
-    return int(text)
-
-
 class _Meeting:
     """This rank's progress in joining the other ranks, from which the next call continues."""
 
@@ -438,7 +433,7 @@ def _met_by_store(
     distributed: Any, members: _Members, timeout_s: float, staging_bytes: int | None
 ) -> tuple[Session, Invalid | None]:
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    whole_world, local_world = world, _number("LOCAL_WORLD_SIZE", 1, 1)
+    whole_world, local_world = world, number("LOCAL_WORLD_SIZE", 1, 1, beside=ROOT)
     on_node = local_world
     if members.ranks is not None:
         rank, world = members.ranks.index(rank), len(members.ranks)
@@ -516,10 +511,22 @@ def _published(store: Any, key: str, timeout_s: float, who: str) -> list[str]:
     return text.split(" ")
 
 
+def _described() -> Described:
+    """This process's place in its job, by its environment."""
+    token = os.environ.get(TOKEN)
+    if ROOT not in os.environ:
+        return of_slurm(token)
+    return Described(
+        os.environ[ROOT],
+        token,
+        number("RANK", 0, beside=ROOT),
+        number("WORLD_SIZE", 1, beside=ROOT),
+        number("LOCAL_WORLD_SIZE", 1, 1, beside=ROOT),
+    )
+
+
 def _met_by_environment(timeout_s: float, staging_bytes: int | None) -> tuple[Session, Invalid | None]:
-    root, token = os.environ[ROOT], os.environ.get(TOKEN)
-    world, local_world = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1, 1)
-    rank = _number("RANK", 0)
+    root, token, rank, world, local_world = _described()
     if world == 1:
         return Session.solo(staging_bytes=staging_bytes), None
     host, _, port = root.rpartition(":")

@@ -29,8 +29,12 @@ class Stopping(Exception):
     """
 
     def __init__(self, step: int, url: str) -> None:
-        super().__init__(f"told to stop: step {step} of {url} is durable")
+        super().__init__(step, url)
         self.step = step
+
+    def __str__(self) -> str:
+        step, url = self.args
+        return f"told to stop: step {step} of {url} is durable"
 
 
 def signals_of(on_signal: Any) -> tuple[signal.Signals, ...]:

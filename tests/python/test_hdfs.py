@@ -101,27 +101,19 @@ def test_a_run_its_retention_and_the_command(hdfs, tmp_path):
     sf.load(f"{hdfs.hdfs('other')}/step-00000004", state)
 
 
-def test_a_quota_is_looked_at_before_the_first_byte(ranks, hdfs):
+def test_a_quota_is_looked_at_before_the_first_byte(hdfs):
     admin, limited = "org.apache.hadoop.hdfs.tools.DFSAdmin", f"/{hdfs.bucket}/limited"
     sf.save(hdfs.hdfs("limited/step-00000001"), {"extra": {"step": 1}})
-    # Each of the three DataNodes has a copy: 96 MiB are 288.
-    hdfs.tool(admin, "-setSpaceQuota", "200m", limited)
+    # Each byte is stored three times.
+    hdfs.tool(admin, "-setSpaceQuota", "300m", limited)
     url = hdfs.hdfs("limited/step-00000002")
-    errors = ranks(2)(refused, url, hdfs.environment)
-    for error in errors:
-        expected = f"Exhausted: save {url}: expected room for 101 MB below the quota of {limited}, found 69."
-        assert error.startswith(expected), error
-        assert error.endswith(" MB of 69.9 MB left: raise the quota or keep fewer checkpoints"), error
-    assert not [path for path in files_of(hdfs, "limited/step-00000002") if path.suffix]
-    hdfs.tool(admin, "-setSpaceQuota", "2g", limited)
-    ranks(2)(saves, url, hdfs.environment)
-
-
-def refused(rank, world, url, environment):
-    os.environ.update(environment)
     with pytest.raises(sf.Exhausted) as caught:
-        sf.save(url, state_of(world))
-    return f"{type(caught.value).__name__}: {caught.value}"
+        sf.save(url, {"model": {"w": torch.zeros(400_000_000)}})
+    said = str(caught.value)
+    assert said.startswith(f"save {url}: expected room for 1.6 GB below the quota of {limited}, found "), said
+    assert said.endswith(" MB of 105 MB left: raise the quota or keep fewer checkpoints"), said
+    assert not [path for path in files_of(hdfs, "limited/step-00000002") if path.suffix]
+    sf.save(url, {"model": {"w": FULL}})
 
 
 def test_a_mount_table_leads_to_the_same_files(hdfs, tmp_path):

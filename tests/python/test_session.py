@@ -290,7 +290,7 @@ def test_a_job_without_torch_meets_through_its_environment(job, tmp_path):
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        ({"RANK": None}, "RANK: not set; a job without torch.distributed needs it beside SHARDFAST_ROOT"),
+        ({"RANK": None}, "RANK: not set; this job needs it beside SHARDFAST_ROOT"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many': expected a number, at least 1"),
         ({"SHARDFAST_TOKEN": None}, "SHARDFAST_TOKEN: not set; expected a secret"),
         ({"SHARDFAST_ROOT": "here"}, "SHARDFAST_ROOT='here': expected rank 0's host and port"),

@@ -563,7 +563,7 @@ impl Service for HdfsStore {
             let mut quota = rest.quota(root, options.replication).await?;
             // Asked last: the other ranks may have begun to write.
             let own = rest.used_bytes(root, options.replication).await;
-            quota.left_bytes = quota.bytes.min(quota.left_bytes + own);
+            quota.left_bytes = quota.bytes.min(quota.left_bytes.saturating_add(own));
             Some(quota)
         })
     }

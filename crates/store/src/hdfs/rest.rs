@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use super::STILL_MAX;
+use super::{PARTS, STILL_MAX};
 use super::configuration::Configuration;
 use super::token;
 use crate::Quota;
@@ -180,10 +180,12 @@ impl Rest {
         None
     }
 
-    /// Returns the bytes of the objects in the directory `root`.
+    /// Returns the bytes that the objects in the directory `root` take of a quota, at most: each file that is being
+    /// written takes a whole block, which the NameNode does not tell.
     pub(super) async fn used_bytes(&self, root: &str, replication: Option<u32>) -> u64 {
         let usage = &self.told(root, "GETQUOTAUSAGE").await["QuotaUsage"];
-        usage["spaceConsumed"].as_u64().unwrap_or(0) / self.copies(root, replication).await
+        let [files, bytes] = ["fileAndDirectoryCount", "spaceConsumed"].map(|name| usage[name].as_u64().unwrap_or(0));
+        bytes / self.copies(root, replication).await + files.saturating_mul(PARTS.bytes_max)
     }
 
     /// Returns the bytes of objects in the directory `root` for which the DataNodes have room.

@@ -145,12 +145,17 @@ class Told:
         return min(ends) - time.time() if ends else None
 
     def end(self) -> None:
-        """Gives the signals back to the handlers that were there before, unless others took them since."""
+        """Gives the signals back to the handlers that were there before, unless others took them since.
+
+        Once the training was told, a signal without one is still caught: schedulers repeat it, and it would end the
+        program before its own end.
+        """
         if os.getpid() != self._process:
             return
         if self._agreement is not None:
             self._agreement.end()
         for number, before in self._before.items():
             with contextlib.suppress(ValueError):  # not the main thread
-                if signal.getsignal(number) == self._handle:
+                is_ours = signal.getsignal(number) == self._handle
+                if is_ours and (callable(before) or self._at is None):
                     signal.signal(number, signal.SIG_DFL if before is None else before)

@@ -1,8 +1,11 @@
 """Processes that a launcher has started find each other without torch.distributed."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from shardfast.launchers import first_of, most_of
@@ -21,7 +24,10 @@ print(state["mine"].value, "torch" in sys.modules)
 """
 
 
-def task(run, rank, **changed):
+EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm" / "train.py"
+
+
+def task(run, rank, command=None, **changed):
     """A task of a step of Slurm with two of them on this machine."""
     told = {
         "SLURM_JOB_ID": "4711",
@@ -33,7 +39,7 @@ def task(run, rank, **changed):
     }
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SHARDFAST_"))}
     environment = {name: value for name, value in {**clean, **told, **changed}.items() if value is not None}
-    command = [sys.executable, "-c", PROGRAM, str(run), str(rank)]
+    command = [sys.executable, *(command or ("-c", PROGRAM, str(run), str(rank)))]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -52,6 +58,21 @@ def test_tasks_of_a_step_meet_and_steps_do_not_meet_each_other(tmp_path):
         for rank, one in enumerate(tasks):
             code, said, errors = ended(one)
             assert (code, said) == (0, f"{rank} False\n"), errors
+
+
+def test_the_example_stops_and_goes_on(tmp_path):
+    command = (EXAMPLE, tmp_path / "run", "300")
+    tasks = [task(tmp_path, rank, command) for rank in range(2)]
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("run/step-*/COMMIT")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    tasks[1].send_signal(signal.SIGUSR1)
+    told = [ended(one) for one in tasks]
+    codes, said, _ = zip(*told, strict=True)
+    assert codes == (0, 0) and said[0] == said[1] and said[0].startswith("told to stop: step "), told
+    again = [task(tmp_path, rank, command, SLURM_STEP_ID="1") for rank in range(2)]
+    assert [ended(one)[1] for one in again] == [f"step 300: {300 * 301 // 2}\n"] * 2
 
 
 def test_a_process_of_a_batch_script_is_alone(tmp_path):

@@ -131,6 +131,18 @@ def test_a_rank_alone_and_the_handler_that_was_there(tmp_path, handled):
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+def test_a_signal_that_is_repeated_after_the_end_ends_nothing(tmp_path, handled):
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    with sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1") as ckpt:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ckpt.step(1, state_of(1))
+        assert ckpt.stopping
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1").close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
 def test_a_signal_before_the_first_step_counts(tmp_path, handled):
     with sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1", raise_stopping=True) as ckpt:
         os.kill(os.getpid(), signal.SIGUSR1)

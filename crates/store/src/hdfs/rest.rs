@@ -16,9 +16,9 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use super::{PARTS, STILL_MAX};
 use super::configuration::Configuration;
 use super::token;
+use super::{PARTS, STILL_MAX};
 use crate::Quota;
 
 /// Longest list of sources in a request's URL, in bytes: a NameNode takes 64 KiB of headers.

@@ -93,7 +93,7 @@ CRATE_LINES_MAX = {
     "native": 3820,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; refusals, Ctrl-C, stops
     "cli": 2250,  # 1,400 and rewinds, reports of runs, watches of them, a look at what runs
     "tools": 3800,  # 3,300 and copies that mend what is there, whole runs, mapped checkpoints, errors beside damage
-    "telemetry": 6420,  # records, verdicts, pages, traces, alerts of runs and jobs, HTTP, OTLP, the storage's metrics
+    "telemetry": 6430,  # records, verdicts, pages, traces, alerts of runs and jobs, HTTP, OTLP, the storage's metrics
     "multistep": 1950,  # 1,800, rounded up from 1,913
     "engine": 8000,  # 6,600 and rewinds, attempts that die, calls that meet, shared memory, listeners, quotas, terms
     "transfer": 6090,  # 5,100 and bytes counted, timeouts and interrupts, devices of an engine, events, a look anew

@@ -196,7 +196,7 @@ fn sum(record: &Record, class: Class) -> Sum {
     let of = record.sums(class);
     let us = |ns: u64| ns / 1000;
     Sum {
-        count: of.count.load(Relaxed),
+        count: of.count(),
         bytes: of.bytes.load(Relaxed),
         busy_us: us(of.busy_ns.load(Relaxed)),
         longest_us: u32::try_from(us(of.longest_ns.load(Relaxed))).unwrap_or(u32::MAX),

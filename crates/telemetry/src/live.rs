@@ -374,7 +374,7 @@ impl Totals {
     fn add(&mut self, running: &Running) {
         for (class, of) in Class::ALL.into_iter().zip(&mut self.classes) {
             let sums = running.record.sums(class);
-            of.count += u64::from(sums.count.load(Relaxed));
+            of.count += u64::from(sums.count());
             of.bytes = of.bytes.saturating_add(sums.bytes.load(Relaxed));
             of.busy += Duration::from_nanos(sums.busy_ns.load(Relaxed));
             let counts = sums.by_duration.iter().map(|count| u64::from(count.load(Relaxed)));
@@ -425,7 +425,7 @@ mod tests {
             record: Arc::new(Record::new(Instant::now())),
         });
         live.begin(&running);
-        running.record.sums(Class::Names).count.store(7, Relaxed);
+        running.record.sums(Class::Names).by_duration[0].store(7, Relaxed);
         let before = live.totals();
         assert_eq!((before.classes[4].count, before.verbs[0].running), (7, 1));
         live.end(&running, Some((Duration::from_millis(5), None)));

@@ -55,6 +55,8 @@ pub(super) struct Rest {
 pub(super) struct Memory {
     /// Time at which none of the NameNodes answered.
     silence: Option<Instant>,
+    /// Time at which a question was not answered soon, which no save needs: none is asked for a while.
+    untold: Option<Instant>,
     /// Directories above checkpoints without a quota.
     without_quota: HashSet<String>,
 }
@@ -215,7 +217,14 @@ impl Rest {
 
     /// Returns what the NameNode tells of a directory; `Null` if nothing.
     async fn told(&self, dir: &str, op: &str) -> Value {
+        let is_recent = |since: Option<Instant>| since.is_some_and(|since| since.elapsed() < SILENT_FOR);
+        if is_recent(self.memory().untold) || is_recent(self.memory().silence) {
+            return Value::Null;
+        }
         let body = self.call(&Method::GET, &format!("{}?op={op}", self.path(dir)), TOLD_WITHIN).await;
+        if body.as_ref().is_err_and(|why| why.contains(NO_ANSWER)) {
+            self.memory().untold = Some(Instant::now());
+        }
         body.ok().and_then(|body| serde_json::from_slice(&body).ok()).unwrap_or_default()
     }
 

@@ -1,14 +1,14 @@
-//! Agrees after which step all ranks stop, once any of them was told to.
+//! Agrees on the step after which all ranks stop, once the program of any rank was told to stop.
 //!
 //! Each rank counts its steps: its calls of [`Stopping::passed`].
 //!
-//! 1. *Nobody is told.* Rank 0 waits in the round `told`, to which no other rank comes, and the others wait in `stop`,
-//!    to which rank 0 does not come. No message is sent.
-//! 2. *A rank is told.* It comes to `told` for no time, so that the round expires: rank 0 knows it by that error. Then
-//!    rank 0 comes to `stop`, and all ranks know it.
-//! 3. *At which step.* Each rank contributes the number of its next step, and rank 0 decides for the largest. Until a
-//!    rank knows the answer it waits at the end of that step. It holds nobody up: each rank contributes at once,
-//!    whatever its program is doing.
+//! 1. *No rank is told to stop.* Rank 0 waits in the round `told`, to which no other rank comes. The other ranks wait in
+//!    the round `stop`, to which rank 0 does not come. No rank sends a message.
+//! 2. *A rank is told to stop.* That rank comes to `told` with a deadline of zero, so that the round expires, and rank 0
+//!    gets the error. Then rank 0 comes to `stop`, which is complete with it, and every rank gets its answer.
+//! 3. *The ranks agree.* Each rank contributes the number of its next step, and rank 0 decides for the largest. A rank
+//!    that ends this step before it has the answer waits for it. All ranks contribute at once, whatever their programs
+//!    do, so that no rank waits for another one's step.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -27,7 +27,7 @@ pub struct Stopping {
     coord: Arc<dyn Coord>,
     /// Name of the agreement, the same on all ranks.
     name: String,
-    /// Time for which ranks wait for each other once one is told.
+    /// Time for which ranks wait for each other once one of them is told to stop.
     deadline: Duration,
     state: Mutex<State>,
     changed: Condvar,
@@ -78,7 +78,7 @@ impl Stopping {
         self.coord.agree(&self.topic(round), Ok(Vec::new()), &mut nothing, deadline).map(drop)
     }
 
-    /// Waits until a rank is told, then agrees on the step.
+    /// Waits until some rank is told to stop, then agrees on the step.
     fn run(&self) {
         let outcome = self.told().map(|told| told.and_then(|()| self.agreed()));
         let mut state = self.state();
@@ -87,12 +87,12 @@ impl Stopping {
         self.changed.notify_all();
     }
 
-    /// Waits until a rank is told; returns `None` when the agreement is over before.
+    /// Waits until some rank is told to stop; returns `None` when the agreement ends before.
     fn told(&self) -> Option<Result<(), Error>> {
         if self.coord.rank() != 0 {
             return match self.come("stop", FOREVER) {
                 Err(_) if self.state().is_over => None,
-                // Another rank has ended the agreement: rank 0 comes only when one is told.
+                // Another rank has ended the agreement: rank 0 comes only after a rank was told to stop.
                 Err(Error::Missing { ranks, .. }) if ranks.contains(&0) => None,
                 Err(Error::Lost { .. }) => None,
                 done => Some(done),
@@ -119,7 +119,7 @@ impl Stopping {
         number(&at).ok_or_else(|| Error::Unavailable("rank 0 decided for no step".to_owned()))
     }
 
-    /// Notes that this rank is told to stop, and lets the others know. Does not wait.
+    /// Notes that this rank is told to stop, and tells the other ranks. Does not wait.
     ///
     /// # Errors
     /// [`Error::Unavailable`] if the system gives no thread.

@@ -96,7 +96,7 @@ class Checkpointer:
             that is durable, and have ``stopping`` set. Handlers that are there before are called, too.
         raise_stopping: Raise :class:`shardfast.Stopping` then, instead of returning from :meth:`step`.
         within: How long the program has after the signal, such as ``"90s"``, or seconds. The log says so at once if the
-            save takes longer, by what saves of this run have taken. ``SLURM_JOB_END_TIME`` counts, too, where it is set.
+            save takes longer, by what saves of this run have taken. ``SLURM_JOB_END_TIME`` counts, too.
         process_group: As in :func:`shardfast.save`: only its ranks have this checkpointer.
         timeout_s: How long ranks wait for each other, in seconds; and how long the rules of ``keep`` wait for storage
             that does not answer.

@@ -99,7 +99,7 @@ CRATE_LINES_MAX = {
     "transfer": 6090,  # 5,100 and bytes counted, timeouts and interrupts, devices of an engine, events, a look anew
     "plan": 3000,  # 2,900, rounded up from 2,984
     "format": 3850,  # 3,600 and columns of records
-    "store": 9090,  # 6,150 and foreign objects in lists, secrets in messages, events, HDFS (1,750), networks, FUSE
+    "store": 9100,  # 6,150 and foreign objects in lists, secrets in messages, events, HDFS (1,750), networks, FUSE
     "coord": 4730,  # 4,358 and gaps in which the process did not run; rounds that failed or are hurried; stopping
     "optim": 1900,  # 1,800, rounded up from 1,866
 }

@@ -2,10 +2,10 @@
 //!
 //! Each rank counts its steps: its calls of [`Stopping::passed`].
 //!
-//! 1. *No rank is told to stop.* Rank 0 waits in the round `told`, to which no other rank comes. The other ranks wait in
-//!    the round `stop`, to which rank 0 does not come. No rank sends a message.
-//! 2. *A rank is told to stop.* That rank comes to `told` with a deadline of zero, so that the round expires, and rank 0
-//!    gets the error. Then rank 0 comes to `stop`, which is complete with it, and every rank gets its answer.
+//! 1. *No rank is told to stop.* Rank 0 waits in the round `told`, to which no other rank comes. The other ranks wait
+//!    in the round `stop`, to which rank 0 does not come. No rank sends a message.
+//! 2. *A rank is told to stop.* That rank comes to `told` with a deadline of zero, so that the round expires, and rank
+//!    0 gets the error. Then rank 0 comes to `stop`, which is complete with it, and every rank gets its answer.
 //! 3. *The ranks agree.* Each rank contributes the number of its next step, and rank 0 decides for the largest. A rank
 //!    that ends this step before it has the answer waits for it. All ranks contribute at once, whatever their programs
 //!    do, so that no rank waits for another one's step.

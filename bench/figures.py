@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 OURS = "shardfast"
 OURS_ASYNC = f"{OURS}, asynchronous"
-DEEPSPEED, ACCELERATE = "DeepSpeed", "accelerate"
+DEEPSPEED, ACCELERATE, RAY = "DeepSpeed", "accelerate", "Ray's upload"
 FULLY, BY_DP = "fully_reshardable", "dp_reshardable"
 """Megatron-Core's ways to save its distributed optimizer."""
 

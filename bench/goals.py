@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from figures import ACCELERATE, BY_DP, DEEPSPEED, FAR, FULLY, NEAR, ONE_STREAM, OURS, OURS_ASYNC, median, table
+from figures import ACCELERATE, BY_DP, DEEPSPEED, FAR, FULLY, NEAR, ONE_STREAM, OURS, OURS_ASYNC, RAY, median, table
 from ranks import CONSTANT_BYTES
 
 Row = tuple[str, str, str, bool]
@@ -20,13 +20,16 @@ def show(results: dict[str, Any]) -> None:
         "deepspeed": _deepspeed,
         "trainers": _trainers,
         "loaders": _loaders,
+        "ray": _ray,
         "training": _training,
         "transfer": _transfer,
         "resharding": _resharding,
         "stores": _stores,
         "hdfs": _hdfs,
+        "tiers": _tiers,
         "planning": _planning,
         "telemetry": _telemetry,
+        "stops": _stops,
     }
     rows = [row for name, read in readers.items() if name in results for row in read(results[name])]
     table("goals", ("", "goal", "found", ""), [[*row[:3], "reached" if row[3] else "MISSED"] for row in rows])
@@ -61,6 +64,15 @@ def _telemetry(found: dict[str, Any]) -> list[Row]:
         if goal is not None:
             rows.append((name, f"{goal:g}", f"{value:.2f}", value <= goal))
     return rows
+
+
+def _stops(found: dict[str, Any]) -> list[Row]:
+    step, beyond, restart = (found[name]["median"] for name in ("ratios", "beyond_ms", "restart_ms"))
+    return [
+        ("step with on_signal", "1.002 of without", f"{step:.4f}", step <= 1.002),
+        ("stop beyond step and save", "50 ms", f"{beyond:.1f} ms", beyond <= 50),
+        ("restore and first step, of nothing", "300 ms", f"{restart:.0f} ms", restart <= 300),
+    ]
 
 
 def _megatron(found: dict[str, Any]) -> list[Row]:
@@ -150,6 +162,17 @@ def _loaders(found: dict[str, Any]) -> list[Row]:
         text = f"{times:.1f} ×, {old} samples"
         rows.append((f"resumed epoch, {kind}", "50 × faster, no old sample read", text, times >= 50 and old == 0))
     return rows
+
+
+def _ray(found: dict[str, Any]) -> list[Row]:
+    if "not measured" in found:
+        return []
+    call, times = found[OURS]["call_ms"], found[RAY]["call_of_ours"]["median"]
+    text = f"{call['median']:.1f} ms, worst {call['max']:.1f} ms"
+    return [
+        ("a report to Ray, durable checkpoint", "20 ms", text, call["median"] <= 20),
+        ("a report to Ray, durable checkpoint", f"20 × faster than {RAY}", f"{times:.0f} ×", times >= 20),
+    ]
 
 
 def _training(found: dict[str, Any]) -> list[Row]:
@@ -267,6 +290,18 @@ def _hdfs(found: dict[str, Any]) -> list[Row]:
         text = f"{far['median']:.2f} ms, {near['median']:.2f} local"
         rows.append((f"stall, {state}, HDFS", "within the spread of a local one", text, reached))
     return rows
+
+
+def _tiers(found: dict[str, Any]) -> list[Row]:
+    durable, step = found["durable_of_directory"]["median"], found["step_of_quiet"]["median"]
+    return [
+        ("durable save with local=, of a directory", "1.05", f"{durable:.2f}", durable <= 1.05),
+        *(
+            (f"memory copies, of a {what}", "0.8", f"{found[key]['median']:.2f}", found[key]["median"] >= 0.8)
+            for what, key in (("save into memory", "copies_of_memory_save"), ("restore", "copies_of_memory_restore"))
+        ),
+        ("a step beside a sending at its limit", "1.02 of a quiet one", f"{step:.3f}", step <= 1.02),
+    ]
 
 
 def _planning(found: dict[str, Any]) -> list[Row]:

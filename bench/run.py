@@ -21,8 +21,10 @@ from typing import Any
 import goals
 import hdfs
 import stall
+import stops
 import stores
 import telemetry
+import tiers
 import training
 import transfer
 from ceilings import expect_fio
@@ -64,10 +66,16 @@ MEASURES = {
         elsewhere("loaders.py", "torchdata", "frameworks"),
         "data loaders in a state: stall, a resumed epoch beside accelerate's",
     ),
+    "ray": (
+        elsewhere("ray_train.py", "ray", "frameworks"),
+        "a report of a durable checkpoint to Ray Train beside Ray's upload of it",
+    ),
     "telemetry": (
         telemetry.measure,
         "what it costs to tell what saves and loads do",
     ),
+    "tiers": (tiers.measure, "memory and a local disk in front of a run: saves, and steps beside the sending"),
+    "stops": (stops.measure, "steps of a job that can be told to stop; how fast it does"),
     "planning": (planning, "plans, coverage and manifests of up to 100,000 ranks, on one core"),
 }
 RESULTS = Path(__file__).parent / "results"

@@ -23,6 +23,7 @@ myst_enable_extensions = ["fieldlist"]
 myst_heading_anchors = 3  # the anchors that GitHub makes of the same headings
 myst_links_external_new_tab = False
 
+autodoc_mock_imports = ["pyarrow", "ray"]  # no package of the guide's environment has them
 autodoc_typehints = "none"  # signatures show names and defaults; types are in the text, where they say something
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True

@@ -84,6 +84,9 @@ LOADERS = (
     ),
 )
 
+LOCAL = "tests/python/test_local.py"
+MEMORY = "tests/python/test_memory.py"
+
 STEPS = [
     Step(SERVERS, ["scripts/servers.sh", "install"]),
     # These take long, and one processor each.
@@ -131,6 +134,18 @@ STEPS = [
         "calls of HDFS that are spoiled",
         given({"SHARDFAST_HDFS_FAULTS_ONE_IN": 1}, *pytest("tests/python/test_hdfs_faults.py")),
     ),
+    Step(
+        "jobs of Slurm that end at many moments",
+        given({"SHARDFAST_SLURM_MOMENTS": 20}, *pytest("-o", "faulthandler_timeout=0", "tests/python/test_slurm.py")),
+    ),
+    # Two minutes for each.
+    Step(
+        "machines of elastic torchrun that go and come back",
+        given(
+            {"SHARDFAST_ELASTIC_MOMENTS": 30}, *pytest("-o", "faulthandler_timeout=0", "tests/python/test_elastic.py")
+        ),
+    ),
+    Step("trainings told to stop", given({"SHARDFAST_STOP_SEEDS": 60}, *pytest("tests/python/test_stopping.py"))),
     Step("reports of killed jobs", given({"SHARDFAST_REPORT_KILLS": 100}, *pytest("tests/python/test_report.py"))),
     Step(
         "faults that reports must find",
@@ -144,6 +159,7 @@ STEPS = [
     Step("oldest PyTorch", given(LAYOUTS, "scripts/oldest.sh")),
     Step("trainers' packages", ["scripts/frameworks.sh"]),
     *(Step(f"trainers' packages, {of[0]}", ["scripts/frameworks.sh", "with", *of]) for of in (*OLDER, *LOADERS)),
+    Step("manifests for Kubernetes", ["scripts/kubernetes.sh"]),
     Step("receivers of metrics and traces", ["scripts/receivers.sh"]),
     Step("mounted file systems", ["scripts/mounted.sh"], after=(SERVERS,)),
     Step(
@@ -157,7 +173,11 @@ STEPS = [
     Step("wheels for each machine", ["scripts/wheel.sh"]),
     Step("demo", [f"{BIN}/python", "examples/demo.py"]),
     Step("guide as a site, its whole figure", ["scripts/site.sh"]),
-    Step("copies that meet", given({"SHARDFAST_COPY_ROUNDS": 50}, *pytest("tests/python/test_copies.py"))),
+    Step(
+        "copies that meet",
+        given({"SHARDFAST_COPY_ROUNDS": 50}, *pytest("tests/python/test_copies.py")),
+        after=(SERVERS,),
+    ),
     Step("Python tests, further instances", pytest("-m", "campaign", "tests/python")),
     Step(
         "every layout into every other",
@@ -181,6 +201,20 @@ STEPS = [
         "a server that is killed",
         nextest({"SHARDFAST_TEST_CRASHES": 50}, "-E", "test(outlives_the_death)"),
         after=(SERVERS,),
+    ),
+    Step(
+        "histories of machines with local disks",
+        nextest({"SHARDFAST_LEVELS_SEEDS": 10000}, "-E", "test(/^levels::/)"),
+    ),
+    Step(
+        "trainings with local disks that are killed",
+        # Tests that take a quarter of an hour by design.
+        given({"SHARDFAST_LOCAL_KILLS": 150}, *pytest("-o", "faulthandler_timeout=0", LOCAL)),
+        after=(SERVERS,),
+    ),
+    Step(
+        "trainings with memory that are killed",
+        given({"SHARDFAST_MEMORY_KILLS": 100}, *pytest("-o", "faulthandler_timeout=0", MEMORY)),
     ),
     Step(
         "runs that are tended",

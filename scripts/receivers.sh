@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests with what receives metrics, traces and pictures, tests/receivers: Debian's Prometheus, Alertmanager and
-# the terminal tmux, whose packages are unpacked in target/receivers and not installed, and a collector of
-# OpenTelemetry's that Go builds there from tests/receivers/collector. Arguments are pytest's.
+# the terminal tmux, whose packages are unpacked in target/receivers and not installed, a collector of OpenTelemetry's
+# that Go builds there from tests/receivers/collector, and MinIO. Arguments are pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,4 +21,5 @@ if ! is_stamped "$at" collector "$built"; then
     go build -C "$collector" -trimpath -buildvcs=false -mod=readonly -o "$at/collector" .
     echo "$built" >"$at/collector.stamp"
 fi
+scripts/servers.sh install minio # takes longer than any test may
 exec env SHARDFAST_TEST_RECEIVERS=1 .venv/bin/pytest --quiet "${@:-tests/receivers}"

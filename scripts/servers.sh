@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs storage servers for tests, starts them on loopback, stops them.
+# Installs servers for tests, of storage and of jobs, starts them on loopback, stops them.
 #
 #   scripts/servers.sh install [NAME...]            into target/servers, at the versions below; all without a NAME
 #   scripts/servers.sh start [--with PID] [--space MIB] NAME...
@@ -13,15 +13,15 @@
 #                                                   `hadoop DIR org.apache.hadoop.fs.FsShell -ls /`
 #
 # Names: minio, versitygw, moto, s3rver (S3), azurite (Azure Blob Storage), hdfs, hdfs-ha, hdfs-kerberos and hdfs-kms
-# (Hadoop's file system). Go builds the first two; moto needs Python, the next two need Node, the others need Java 17
-# and Maven; `start` needs curl 7.75 or later.
+# (Hadoop's file system), slurm (a scheduler). Go builds the first two; moto needs Python, the next two need Node, those
+# of Hadoop need Java 17 and Maven, slurm needs root and Debian 12; `start` needs curl 7.75 or later.
 #
-# A started server has one empty bucket (azurite: container, hdfs: directory). Its data and its log are below `dir`, a
-# new temporary folder; with --space its data have so many MiB, in a file system of their own, which takes root. It ends
-# within a second after process PID of --with has ended (without --with: the process that called this script). Its
-# folder is removed when it ends, for whatever reason.
+# A started server has one empty bucket (azurite: container, hdfs: directory, slurm: none). Its data and its log are
+# below `dir`, a new temporary folder; with --space its data have so many MiB, in a file system of their own, which
+# takes root. It ends within a second after process PID of --with has ended (without --with: the process that called
+# this script). Its folder is removed when it ends, for whatever reason.
 #
-# scripts/hdfs.sh explains what is special about the last four.
+# scripts/hdfs.sh explains what is special about Hadoop's, scripts/slurm.sh about slurm.
 #
 # What these versions do when eight clients write one name with `If-None-Match: *` at the same time (a PUT sends its
 # body when all have sent their heads; complete ends a multipart upload):
@@ -35,7 +35,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source scripts/environment.sh
 source scripts/hdfs.sh
+source scripts/slurm.sh
 
+readonly checkout=$PWD
 readonly servers=$PWD/target/servers
 readonly bucket=shardfast-test
 readonly region=us-east-1
@@ -43,7 +45,7 @@ readonly start_seconds_max=240
 readonly stop_seconds_max=60
 
 readonly ports_of_hdfs=16
-readonly names=(minio versitygw moto s3rver azurite hdfs hdfs-ha hdfs-kerberos hdfs-kms)
+readonly names=(minio versitygw moto s3rver azurite hdfs hdfs-ha hdfs-kerberos hdfs-kms slurm)
 declare -rA versions=(
     [minio]=v0.0.0-20260212201848-7aac2a2c5b7c
     [versitygw]=v1.8.0
@@ -54,6 +56,7 @@ declare -rA versions=(
     [hdfs-ha]=3.5.0
     [hdfs-kerberos]=3.5.0
     [hdfs-kms]=3.4.2
+    [slurm]=22.05
 )
 
 fail() {
@@ -122,6 +125,7 @@ install_one() (
         hdfs-ha) tool=mvn command=(install_one hdfs) ;;
         hdfs-kerberos) tool=mvn command=(install_beside_hdfs "$name" "org.apache.hadoop:hadoop-minikdc:$version") ;;
         hdfs-kms) tool=mvn command=(install_beside_hdfs "$name" "org.apache.hadoop:hadoop-kms:$version") ;;
+        slurm) tool=apt-get command=(install_slurm "$version") ;;
     esac
     if ! command -v "$tool" >/dev/null; then
         printf 'servers: %s is not installed: %s is missing\n' "$name" "$tool" >&2
@@ -285,6 +289,12 @@ start_one() {
             url=$(url_of_hdfs "$dir" "$name")
             command=(run_hdfs)
             ;;
+        slurm)
+            kind=slurm
+            configure_slurm "$dir" "$2" "$((100000 + $$ % 100000 * 100))"
+            url=slurm://127.0.0.1:$(sed -n 's/^SlurmctldPort=//p' "$dir/slurm.conf")
+            command=(run_slurm)
+            ;;
     esac
 
     # A process group of its own: what ends the caller's group leaves the watch, which then removes the folder.
@@ -308,6 +318,7 @@ start_one() {
     line="name=$name url=$url bucket=$bucket pid=$pid dir=$dir"
     case $kind in
         hdfs) line+=" $(line_of_hdfs "$dir")" ;;
+        slurm) line+=$(line_of_slurm "$dir") ;;
         *) line+=" region=$region key=$key secret=$secret" ;;
     esac
     lines+=("$line")

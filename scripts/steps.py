@@ -36,6 +36,8 @@ FAILURES = re.compile(r"^(---- .* stdout|FAILED|ERROR| +(FAIL|TIMEOUT|SIGABRT|SI
 """Lines that say which test failed, of cargo test, pytest and cargo-nextest."""
 
 FAILURES_SHOWN, LAST_LINES_SHOWN = 60, 20
+FAILURES_AT_END = 8
+"""Tests whose failures stand below the table, too: of a long output the end is read first, or alone."""
 WIDTH_MAX = 500
 LOOK_S = 0.05
 GRACE_S = 3.0
@@ -141,8 +143,8 @@ def note(log: Path, line: str) -> None:
         printed.write(f"\n[steps] {line}\n")
 
 
-def show_failure(name: str, log: Path) -> None:
-    """Prints again, of what a step printed, the tests that failed and the end."""
+def show_failure(name: str, log: Path) -> list[str]:
+    """Prints again, of what a step printed, the tests that failed, which it returns, and the end."""
     named: list[str] = []
     last: deque[str] = deque(maxlen=LAST_LINES_SHOWN)
     with log.open(errors="replace") as printed:
@@ -151,6 +153,7 @@ def show_failure(name: str, log: Path) -> None:
             if FAILURES.match(line) and len(named) < FAILURES_SHOWN:
                 named.append(last[-1])
     say(f'\n=== once more, of what "{name}" printed: tests that failed, and the end', *named, *last)
+    return named
 
 
 def summary(ended: list[Ended], total: float, table: Path) -> bool:
@@ -269,9 +272,10 @@ def run(steps: list[Step], place: Path = PLACE) -> bool:
             ended[one.step.name] = one.ended("interrupted")
         for _, step in waiting:
             ended[step.name] = Ended(step.name, "not run", 0.0, 0.0, time.monotonic() - first)
-        for name, log in failed:
-            show_failure(name, log)
+        named = [line for name, log in failed for line in show_failure(name, log)]
         passed = summary([ended[step.name] for step in steps], time.monotonic() - first, table)
+        if named:
+            say("=== tests that failed", *named[:FAILURES_AT_END])
     return passed
 
 

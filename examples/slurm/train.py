@@ -16,7 +16,8 @@ import shardfast as sf
 
 def main(run: str, steps: int) -> None:
     state = {"model": {"w": np.zeros(1000)}}
-    with sf.Checkpointer(run, every=sf.steps(50), keep=sf.last(3), on_signal="SIGUSR1") as ckpt:
+    # SIGUSR1 comes before the time limit, SIGTERM when another job needs the nodes.
+    with sf.Checkpointer(run, every=sf.steps(50), keep=sf.last(3), on_signal=["SIGUSR1", "SIGTERM"]) as ckpt:
         for step in range(ckpt.restore(state) + 1, steps + 1):
             time.sleep(0.01)  # the work of a step
             state["model"]["w"] += step

@@ -36,10 +36,11 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from .inspection import Mapped, mapped
+    from .memory import copies
     from .schedule import best, every, last, optimal, steps
     from .state.load_plan import LoadPlan
     from .state.stateful import PerRank, Sharded, Stateful, random_state
-    from .stopping import Stopping
+    from .stopping import Stopping, outlive_signals
     from .verbs import load, plan_load, save, save_async
 
     __version__: str
@@ -65,11 +66,13 @@ __all__ = [
     "Unsupported",
     "__version__",
     "best",
+    "copies",
     "every",
     "last",
     "load",
     "mapped",
     "optimal",
+    "outlive_signals",
     "plan_load",
     "random_state",
     "save",
@@ -87,11 +90,13 @@ _HOMES = {
     "Stateful": "state.stateful",
     "Stopping": "stopping",
     "best": "schedule",
+    "copies": "memory",
     "every": "schedule",
     "last": "schedule",
     "load": "verbs",
     "mapped": "inspection",
     "optimal": "schedule",
+    "outlive_signals": "stopping",
     "plan_load": "verbs",
     "random_state": "state.stateful",
     "save": "verbs",

@@ -16,11 +16,13 @@ __all__ = [
     "Conflict",
     "Corrupt",
     "Described",
+    "Drain",
     "Error",
     "Exhausted",
     "Hold",
     "Internal",
     "Invalid",
+    "Keepers",
     "Mapped",
     "NotFound",
     "Outline",
@@ -38,16 +40,24 @@ __all__ = [
     "Window",
     "__version__",
     "absolute_url",
+    "adopt_near",
     "begin_run",
     "best_interval",
     "cli_main",
     "decode",
+    "dismiss_keeper",
     "flush",
     "interpreter_ends",
+    "keeper_process",
+    "keeper_users",
     "mean_time_between_failures",
+    "meet_keepers",
+    "memory_place",
+    "near_place",
     "newest",
     "note_end",
     "open",
+    "outlive",
     "save",
     "step_url",
     "time_of",
@@ -108,6 +118,7 @@ class Place:
         local_world: int = 1,
         fan_out: int | None = None,
         port: int = 0,
+        ports: tuple[int, int] | None = None,
         tls: tuple[str, str, str] | None = None,
     ) -> Self:
         """The place of ``rank`` in the tree of ``world`` ranks, of which ``local_world`` share a node."""
@@ -129,6 +140,7 @@ class Place:
         timeout_s: float,
         *,
         local_world: int = 1,
+        local_rank: int | None = None,
         staging_bytes: int | None = None,
         is_whole_job: bool = True,
     ) -> Session:
@@ -152,6 +164,9 @@ class Session:
 
     def expect_same(self, call: str, url: str, terms: Sequence[tuple[str, str]], timeout_s: float) -> None:
         """Checks that all ranks have the same terms for a run, as a part of that call."""
+
+    def are_all(self, call: str, is_so: bool, timeout_s: float) -> bool:
+        """Whether it is so on all ranks, each of which makes that call."""
 
     def reserve(self, described: Described) -> None:
         """Makes and page-locks staging memory for what a save of that state copies from devices, in the background."""
@@ -291,6 +306,9 @@ class Checkpoint:
     def moved(self) -> tuple[int, int]:
         """The bytes that this rank's load wants, and those of them that are verified and in place."""
 
+    def sources(self) -> list[tuple[str, int]]:
+        """The bytes that this rank has read from each level on which the checkpoint lies, by its name."""
+
     def failed(self, kind_name: str, message: str) -> None:
         """Notes that the load has failed on this rank; does nothing if it has ended."""
 
@@ -424,6 +442,7 @@ def save(
     blocking: bool = False,
     prove: bool | None = None,
     window: Window | None = None,
+    file_bytes_max: int | None = None,
     after_s: float = 0.0,
 ) -> Pending:
     """Begins to save what is described as the checkpoint at ``url``."""
@@ -447,6 +466,9 @@ class Retention:
         best: Sequence[tuple[str, int, bool]],
         timeout_s: float,
     ) -> Retention: ...
+    def begin(self, session: Session, url: str) -> None:
+        """Deletes from now on only while the job of that session is the newest of the run."""
+
     def retain(self, made: Sequence[int]) -> tuple[list[int], list[tuple[str, str]]]:
         """Takes back the committed checkpoints that no rule keeps: their files are deleted later."""
 
@@ -470,13 +492,120 @@ class Stopping:
     def end(self) -> None:
         """Ends the agreement. Does not wait."""
 
+@final
+class Drain:
+    """Sends the checkpoints of a run from the local disk to the run's own place, and keeps some on both."""
+
+    def __new__(
+        cls,
+        near: str,
+        url: str,
+        *,
+        last: int | None,
+        every: int | None,
+        best: Sequence[tuple[str, int, bool]],
+        rate: int | None,
+        timeout_s: float,
+    ) -> Drain: ...
+    def begin(self, session: Session) -> None:
+        """Sends and deletes from now on only while the job of that session is the newest of the run."""
+
+    def stand_in(self) -> bool:
+        """Sends from now on as the job whose checkpoints the local disk has, if that is the newest; whether it is."""
+
+    def next(self) -> tuple[int, int, list[tuple[str, str]], str | None] | None:
+        """Sends the checkpoint that waits longest: its step, bytes, what stays against the rules, what failed."""
+
+    def send_every(self, every: int | None) -> None:
+        """Sends from now on only the steps that ``every`` divides, and those that are chosen."""
+
+    def choose_newest(self) -> None:
+        """Has the newest step sent that is there."""
+
+    def reached(self) -> int | None:
+        """The newest step that the run's own place has now."""
+
+    def is_overtaken(self) -> bool:
+        """Whether a newer job saves into the run, so that nothing is sent any more."""
+
+    def stop(self) -> None:
+        """Ends the sending that is under way, and each one that begins later."""
+
+    def retain(self, made: Sequence[int]) -> tuple[list[int], list[tuple[str, str]], list[int]]:
+        """Applies the rules of the local disk; returns also the steps that left unsent."""
+
+    def clear(self, steps: Sequence[int] | None) -> list[int]:
+        """Deletes the files of checkpoints of the local disk that were taken back."""
+
+def near_place(local: str, url: str) -> str:
+    """The place of a run below a directory, which is to be on a disk of this machine."""
+
+def memory_place(url: str) -> tuple[str, str]:
+    """The name of the keeper of a run on this machine, and the run's place in its memory."""
+
+@final
+class Keepers:
+    """Keepers of a job's machines, which have met."""
+
+    @property
+    def machines(self) -> int:
+        """Number of the machines."""
+
+    @property
+    def is_lowest(self) -> bool:
+        """Whether this rank is the lowest of its machine: it starts the keeper there."""
+
+    def revive(self) -> None:
+        """Starts the keeper of this machine again, in place of one that has died."""
+
+def meet_keepers(
+    session: Session,
+    call: str,
+    url: str,
+    *,
+    linger_s: float,
+    copies: int,
+    domain: str | None,
+    timeout_s: float,
+) -> Keepers:
+    """Starts the keeper of a run on each machine, unless one runs, and has them meet. Every rank must call it."""
+
+def keeper_process(name: str) -> int | None:
+    """The process of the keeper of that name; ``None`` without one, or if it does not answer."""
+
+def keeper_users(name: str) -> int:
+    """The number of processes that use the keeper of that name."""
+
+def dismiss_keeper(name: str, *, all: bool) -> None:
+    """Has the keeper of that name, or all of the job, end, once what only they have is at the run's own place."""
+
+def adopt_near(session: Session, url: str, near: str, step: int) -> None:
+    """Makes the session's job that of the run's nearer place as well: a new one, from ``step`` on."""
+
 def begin_run(
-    session: Session, url: str, step: int, *, rewind: bool, timeout_s: float
-) -> tuple[list[int], str | None] | None:
-    """Makes sure that a run holds no committed step from ``step`` on; which ones moved out of its way, and where to."""
+    session: Session,
+    url: str,
+    step: int,
+    *,
+    near: tuple[str, bool] | None = None,
+    rewind: bool,
+    timeout_s: float,
+) -> list[tuple[str, list[int], str | None]]:
+    """Makes sure that a run holds no committed step from ``step`` on, and this job the newest that saves there.
+
+    ``near`` is its nearer place, and whether later steps move out of the way there. Returns for each place which steps
+    moved, and where to.
+    """
 
 def newest(
-    session: Session, url: str, *, older: bool, below: int | None = None, timeout_s: float, after_s: float = 0.0
+    session: Session,
+    url: str,
+    *,
+    near: str | None = None,
+    older: bool,
+    below: int | None = None,
+    timeout_s: float,
+    after_s: float = 0.0,
 ) -> tuple[tuple[int, Checkpoint] | None, list[str]]:
     """Opens the newest committed checkpoint of a run, of those below a step: its step and it; what was passed over."""
 
@@ -506,6 +635,9 @@ def step_url(run_url: str, step: int) -> str:
 
 def decode(data: bytes) -> object:
     """The value that :class:`Value` encoded."""
+
+def outlive(signals: Sequence[int], parent: int, exit_code: int | None = None) -> None:
+    """Lets this process outlive these signals, unless ``parent`` sends ``SIGTERM``, or is no more its parent."""
 
 def flush(timeout_s: float) -> None:
     """Waits until what this process has to say of its saves and loads is stored and sent, for at most that long."""

@@ -16,15 +16,17 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import adapters as frameworks
-from . import native
+from . import levels, native, restoring
 from .capture.background import Background, interpreter_ends
 from .capture.durations import Durations
 from .capture.in_flight import REST_S, Pending, in_flight
 from .capture.multistep import Ahead
-from .errors import Corrupt, Error, Invalid, Unavailable
-from .interval import spoken
+from .capture.works import Works
+from .errors import Conflict, Corrupt, Error, Invalid, Unavailable
+from .levels import Draining, explained, place_of, rate_of, seen_at
+from .memory import Copies, Memory, expect_nearer, nearer
 from .nesting import call
-from .schedule import Keep, Schedule, noted
+from .schedule import Keep, Schedule, expect_rules, noted
 from .session import TIMEOUT_S, current, expect_timeout, met, prepare
 from .state.description import Describer
 from .state.entries import units_of
@@ -50,6 +52,8 @@ def _one_at_a_time(method: Callable[Concatenate[Checkpointer, P], T]) -> Callabl
 
     @functools.wraps(method)
     def alone(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._works.is_here():
+            raise Invalid(f"{self.url}: {method.__name__}() in the work of when_durable(), for which calls may wait")
         with call(f"Checkpointer.{method.__name__}()"), self._calls:
             return method(self, *args, **kwargs)
 
@@ -72,16 +76,14 @@ class Checkpointer:
 
     Args:
         url: The directory of the run: a path or a URL. A relative path starts at the current directory of this call,
-            ``~`` at the home directory. The directory may hold anything else, such as logs: Shardfast looks only at
-            directories ``step-<step>``. Those are the checkpoints' own; a save into one that holds other files is
-            refused.
+            ``~`` at the home directory. The directory may hold anything else, such as logs; directories
+            ``step-<step>`` are the checkpoints' own, and a save into one that holds other files is refused.
         every: When :meth:`step` saves, such as ``sf.steps(200)`` or ``sf.optimal(mtbf="6h")``; without it only
             :meth:`save` does. The same on every rank.
         keep: Which checkpoints stay, such as ``sf.last(3) | sf.every(10_000)``; without it all of them. Others are
             taken back only after a newer one is durable and was seen to be complete; their files are deleted with the
-            next save, so that a reader can finish. Shardfast deletes only its own files: if you put a file of
-            your own into a checkpoint's directory, the checkpoint stays, and the log says so once. What
-            ``shardfast pin`` pinned stays, too.
+            next save, so that a reader can finish. Shardfast deletes only its own files: a checkpoint with a file of
+            your own in its directory stays, and the log says so once. What ``shardfast pin`` pinned stays, too.
         pickle: As in :func:`shardfast.save` and :func:`shardfast.load`.
         prove: As in :func:`shardfast.save`.
         prove_except: As in :func:`shardfast.save`.
@@ -95,17 +97,25 @@ class Checkpointer:
             ``["SIGTERM", "SIGUSR1"]``, whichever rank gets it. All ranks then save at the same :meth:`step`, wait until
             that is durable, and have ``stopping`` set. Handlers that are there before are called, too.
         raise_stopping: Raise :class:`shardfast.Stopping` then, instead of returning from :meth:`step`.
-        within: How long the program has after the signal, such as ``"90s"``, or seconds. The log says so at once if the
-            save takes longer, by what saves of this run have taken. ``SLURM_JOB_END_TIME`` counts, too.
+        within: How long the program has after the signal, such as ``"90s"``, or seconds; or the path of a file in which
+            the time of the end stands by then, in seconds since 1970. The log says so at once if the save takes longer,
+            by what saves of this run have taken. ``SLURM_JOB_END_TIME`` counts, too.
+        local: A directory on a disk of this machine, such as ``"/nvme/ckpt"``, for ranks of one machine. Checkpoints
+            are saved there and sent to ``url`` in the background. It keeps the newest two and what is still to be sent;
+            ``keep`` holds at ``url``. :meth:`restore` takes the newest of both places, each file from the nearer one.
+        memory: When to save into memory, such as ``sf.steps(5)``: a process on each machine keeps the newest checkpoint
+            for the next program. What ``every`` says, and the newest step at the end, is sent to ``url``.
+        peers: How many other machines have each file in memory, too, such as ``sf.copies(1)``.
+        drain: The rate at which checkpoints are sent, such as ``"1GB/s"``; without it as fast as both places can.
         process_group: As in :func:`shardfast.save`: only its ranks have this checkpointer.
-        timeout_s: How long ranks wait for each other, in seconds; and how long the rules of ``keep`` wait for storage
-            that does not answer.
+        timeout_s: How long ranks wait for each other, in seconds, and the rules of ``keep`` for storage that is silent.
 
     Attributes:
         url: The directory of the run.
         every: When :meth:`step` saves; ``print(ckpt.every)`` says it in words. ``None`` if it never does.
         newest: The step of the newest save that was begun or restored by this object; ``None`` before.
-        committed: The newest step that this object knows to be durable; ``None`` before.
+        saved: The step of the newest save that was begun by this object; ``None`` before.
+        committed: The newest step that this object knows to be durable, or in ``memory``; ``None`` before.
         restored: What :meth:`restore` loaded; ``None`` before.
         report: What this rank's part of the newest save that has ended did: the dict of :attr:`Pending.report`;
             ``None`` before. Its ``ahead`` says over how many steps the save was captured, and why in one.
@@ -126,68 +136,77 @@ class Checkpointer:
         rewind: bool = False,
         on_signal: str | int | Sequence[str | int] | None = None,
         raise_stopping: bool = False,
-        within: str | float | None = None,
+        within: str | float | os.PathLike[str] | None = None,
+        local: str | os.PathLike[str] | None = None,
+        memory: Schedule | None = None,
+        peers: Copies | None = None,
+        drain: str | None = None,
         process_group: Any = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        if every is not None and not isinstance(every, Schedule):
-            raise Invalid(f"every={every!r}: expected when to save, such as sf.steps(200)")
-        if keep is not None and not isinstance(keep, Keep):
-            raise Invalid(f"keep={keep!r}: expected what to keep, such as sf.last(3) | sf.every(10_000)")
         capture = Ahead(over)
-        apart = None if every is None else every.steps_max()
-        if apart is not None and over > apart:
-            raise Invalid(
-                f"over={over}: expected no more steps than there are between saves, and every= says {apart} at most: "
-                "capture over fewer steps, or save less often"
-            )
-        signals, within_s = () if on_signal is None else signals_of(on_signal), seconds_of(within)
+        expect_rules(every, keep, over)
+        expect_nearer(local, memory, peers, drain)
+        rate = rate_of(drain)
+        signals, ends = () if on_signal is None else signals_of(on_signal), seconds_of(within)
         self.url = expect_url(url)
-        if self.url == "/" or self.url.endswith(("://", ":///")):
-            raise Invalid(f"{os.fspath(url)}: expected the directory of a run, found the root of the file system")
+        restoring.expect_no_root(self.url)
         self.newest: int | None = None
+        self.saved: int | None = None
         self.committed: int | None = None
         self.restored: LoadPlan | None = None
         self.report: dict[str, Any] | None = None
         self._durations = Durations()
         self.every = None if every is None else every.of_run()
-        self._schedule = self.every or Schedule()
+        self._timeout_s = expect_timeout(timeout_s)
+        self._memory = None if memory is None else Memory(self.url, memory, peers, every, local, over, timeout_s)
+        self._schedule = self.every or Schedule() if self._memory is None else self._memory.schedule
         # What the schedule has counted of in_flight.waited_s.
         self._waited_s = in_flight.waited_s
-        self._is_root = False
+        self._is_root = self._has_passed = False  # the latter: the restore has passed over checkpoints
         self._keep = keep
         self._pickle = pickle
         self._prove = prove
         self._prove_except = prove_except
         self._process_group = process_group
-        self._timeout_s = expect_timeout(timeout_s)
         self._rewind = rewind
         # What all ranks must have alike; None once they were asked.
         names = [one.name for one in signals]
         self._terms: list[tuple[str, str]] | None = [
             ("every", repr(every)),
             ("over", str(over)),
+            ("local", repr(local)),
+            ("memory", repr(memory)),
+            ("peers", repr(peers)),
             ("on_signal", repr(names[0] if len(names) == 1 else names or None)),
         ]
         self.stopping, self._raise_stopping = False, raise_stopping
         # The run is known to hold nothing committed of this step or a later one, but what this object saves.
         self._free_from: int | None = None
-        self._closed = False
+        # This job is the newest that saves into the run, unless another has begun since.
+        self._has_begun = False
+        self._closed = self._is_overtaken = False
         self._calls = threading.Lock()
         self._describer = Describer(in_flight.changing)
         self._is_prepared = False
         self.capture = capture
         self._running: list[tuple[Pending, Future[None]]] = []
-        self._retention: native.Retention | None = None
-        if keep is not None:
+        disk = None if local is None else (self.url, place_of(local, self.url, expect_url(local)))
+        self._near, self._draining = nearer(self._memory, disk, keep, rate, self._timeout_s)
+        if disk is not None:
+            self._terms.append(seen_at(disk[1]))
+        self._place = self._near or self.url
+        self._retention: native.Retention | Draining | None = self._draining
+        if self._near is None and keep is not None:
             self._retention = native.Retention(
                 self.url, last=keep.last, every=keep.every, best=keep.best, timeout_s=timeout_s
             )
-        # Steps that were taken back, and whose files are still there; None if that is not known.
+        # Steps that were taken back, with files that are still there; None: not known.
         self._leaving: list[int] | None = None
         self._spared: set[str] = set()
-        # The steps whose saves were begun, in that order.
+        # Steps whose saves were begun, in that order.
         self._made: list[int] = []
+        self._works = Works()
         self._background, self._process = Background(), os.getpid()
         # Work that is not done before the first save stops the training then.
         frameworks.active()
@@ -196,7 +215,7 @@ class Checkpointer:
         if not self.capture.is_off:
             in_flight.follow(self.capture)
         prepare(process_group)
-        self._told = Told(signals, within_s) if signals else None
+        self._told = Told(signals, ends) if signals else None
 
     @_one_at_a_time
     def restore(
@@ -226,6 +245,7 @@ class Checkpointer:
             The step that was restored; 0 when the run has no committed checkpoint.
         """
         self._settle(0)
+        in_flight.settled(self._place)
         began = time.perf_counter()
         session = current(self._timeout_s, self._process_group)
         options = prepared(
@@ -235,96 +255,84 @@ class Checkpointer:
         )
         self._agree("restore", session)
         if step is not None:
-            prepared(session, lambda: self._expect_asked(step, older), self._timeout_s)
-            place, after_s = native.step_url(self.url, step), time.perf_counter() - began
-            checkpoint = native.open(session, place, timeout_s=self._timeout_s, after_s=after_s)
+            prepared(session, lambda: restoring.expect_asked(step, older), self._timeout_s)
+            after_s = time.perf_counter() - began
+            checkpoint = restoring.open_step(session, self.url, self._near, step, self._timeout_s, after_s)
             with concluding(checkpoint):
-                self._expect_of(step, checkpoint)
+                restoring.expect_of(self.url, step, checkpoint)
             self.restored = fill(session, checkpoint, state, options, self._timeout_s, progress=progress)
             self._was_restored(step, checkpoint, state, began)
             self._free_from = None
             return step
         below: int | None = None
+        lost: list[str] = []
         while True:
             after_s = time.perf_counter() - began if below is None else 0.0
             found, skipped = native.newest(
-                session, self.url, older=older, below=below, timeout_s=self._timeout_s, after_s=after_s
+                session,
+                self.url,
+                near=self._near,
+                older=older,
+                below=below,
+                timeout_s=self._timeout_s,
+                after_s=after_s,
             )
             if found is None:
-                if below is not None:
+                if below is not None and not lost:
                     raise Corrupt(f"{self.url}: every committed checkpoint is damaged")
-                if session.rank == 0:
-                    self._say_nothing_restored(skipped)
-                self._free_from = 0
+                restoring.say_nothing_restored(session, self.url, [*lost, *skipped])
+                self._free_from, self._has_passed = 0, bool(skipped or lost)
                 return 0
             newest, checkpoint = found
             with concluding(checkpoint):
-                self._expect_of(newest, checkpoint)
+                restoring.expect_of(self.url, newest, checkpoint)
             for reason in skipped if session.rank == 0 else ():
                 _log.warning("passed over %s", reason)
             try:
                 self.restored = fill(session, checkpoint, state, options, self._timeout_s, progress=progress)
             except Corrupt as error:  # the same on every rank
-                if not older:
+                if not older and not restoring.is_near_alone(checkpoint):
                     raise
-                _log.warning("passed over %s: %s", checkpoint.url, error)
+                lost = restoring.pass_over(checkpoint, error, lost if below is None or lost else None)
                 below = newest
                 continue
             self._was_restored(newest, checkpoint, state, began)
             self._rewind = self._rewind or older
-            self._free_from = None if older else newest + 1
+            self._free_from, self._has_passed = None if older else newest + 1, bool(skipped) or below is not None
             return newest
-
-    def _expect_asked(self, step: int, older: bool) -> None:
-        expect_step(step)
-        if older:
-            raise Invalid(f"restore(step={step}, older=True): expected one of them: a step names its checkpoint")
-
-    def _expect_of(self, step: int, checkpoint: native.Checkpoint) -> None:
-        recorded = checkpoint.info["step"]
-        if recorded not in (None, step):
-            raise Invalid(
-                f"{checkpoint.url}: expected the checkpoint of step {step}, found that of step {recorded}, which was "
-                f"copied or renamed: move it to {native.step_url(self.url, recorded)}, or out of the run"
-            )
 
     def _was_restored(self, step: int, checkpoint: native.Checkpoint, state: dict[str, Any], began: float) -> None:
         self.newest = self.committed = step
+        restoring.say_sources(checkpoint)
         self._prepare(state)
         self._schedule.restored(step, checkpoint.info["user"], time.perf_counter() - began)
 
     def _agree(self, call: str, session: native.Session) -> None:
-        """Checks once, in a call of all ranks, that all of them were told the same."""
+        """Checks once, in a call of all ranks, that all of them were told the same; has the keeper run."""
         if self._terms is not None:
-            session.expect_same(call, self.url, self._terms, self._timeout_s)
+            with explained(self._near):
+                session.expect_same(call, self.url, self._terms, self._timeout_s)
             self._terms = None
+        if self._memory is not None:
+            self._memory.begin(session, call, self._timeout_s)
 
     def _begin_at(self, step: int) -> None:
         """Refuses to save into a run whose checkpoints a restart would restore instead; or moves these away."""
         is_back = self.newest is not None and step < self.newest
-        if self._free_from is not None and self._free_from <= step and not is_back:
+        if self._has_begun and self._free_from is not None and self._free_from <= step and not is_back:
             return
         expect_step(step)
         self._settle(0)  # what is in flight may be of a later step
         session = current(self._timeout_s, self._process_group)
         self._agree("begin", session)
-        moved = native.begin_run(session, self.url, step, rewind=self._rewind, timeout_s=self._timeout_s)
-        self._free_from = step
-        if moved is not None and session.rank == 0:
-            steps, into = moved
-            _log.warning("%s: steps %s moved to %s: the training goes on at step %d", self.url, steps, into, step)
-
-    def _say_nothing_restored(self, skipped: Sequence[str]) -> None:
-        if not skipped:
-            _log.info("%s: no checkpoint there, so nothing is restored and the training begins at step 0", self.url)
-            return
-        _log.warning(
-            "%s: nothing is restored and the training begins at step 0, though the run has %d step%s: the newest is %s",
-            self.url,
-            len(skipped),
-            "s" if len(skipped) > 1 else "",
-            skipped[0],
-        )
+        near = None if self._near is None else (self._near, self._rewind or self._has_passed)
+        moved = native.begin_run(session, self.url, step, near=near, rewind=self._rewind, timeout_s=self._timeout_s)
+        self._free_from, self._has_begun, self._has_passed = step, True, False
+        if self._retention is not None and (self._near is None or session.rank == 0):
+            self._retention.begin(session, self.url)
+        for url, steps, into in moved if session.rank == 0 else ():
+            gone = "left memory" if into is None else f"moved to {into}"
+            _log.warning("%s: steps %s %s: the training goes on at step %d", url, steps, gone, step)
 
     @_one_at_a_time
     def step(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
@@ -351,14 +359,16 @@ class Checkpointer:
         self._begin_at(step)
         self._step_ended(step)
         is_last = self._told is not None and self._is_last(step)
-        if not is_last and not self._schedule.due(step):
+        is_saved = self.saved == step and (bool(self._running) or self.committed == step)  # by save()
+        if not is_last and (is_saved or not self._schedule.due(step)):
             if not self._is_prepared:
                 self._prepare(state)
             self._settle(None)
             self._approach(step, state)
             return False
         self._expect_open(step)
-        self._save(step, state, metrics)
+        if not is_saved:
+            self._save(step, state, metrics)
         if is_last:
             self._settle(0)
             self.stopping = True
@@ -374,18 +384,9 @@ class Checkpointer:
         session = current(self._timeout_s, self._process_group)
         if self.stopping or not self._told.passed(session, self._timeout_s):
             return False
-        left_s, report = self._told.left_s(), self.report
-        said = "" if left_s is None else f", in {spoken(left_s)}" if left_s > 0 else ", and its time is over"
-        _log.warning("%s: told to stop%s: all ranks save step %d", self.url, said, step)
-        lasts_s = report["phases_ms"]["committed"] / 1e3 if report and "committed" in report["phases_ms"] else None
-        if left_s is not None and lasts_s is not None and lasts_s > left_s:
-            _log.error(
-                "%s: step %d will not be durable in time: a save of this run takes about %s, and %s are left",
-                self.url,
-                step,
-                spoken(lasts_s),
-                spoken(max(left_s, 0.0)),
-            )
+        self._told.say(self.url, step, self.report)
+        if self._memory is not None:
+            self._memory.is_passed = True  # the machine may go
         return True
 
     def _approach(self, step: int, state: dict[str, Any]) -> None:
@@ -447,6 +448,11 @@ class Checkpointer:
 
     def _save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
         expect_step(step)
+        if self._memory is not None:
+            place = self._memory.place_of(current(self._timeout_s, self._process_group), step)
+            if place is None:
+                return
+            self._place = place
         self._count_waits()
         began = time.perf_counter()
         try:
@@ -469,7 +475,7 @@ class Checkpointer:
 
     def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
         number = self._schedule.save_begun(step)
-        url = native.step_url(self.url, step)
+        url = native.step_url(self._place, step)
         session = current(self._timeout_s, self._process_group)
         self._is_root = session.rank == 0
         pending = begin(
@@ -484,13 +490,14 @@ class Checkpointer:
             prove_except=self._prove_except,
             timeout_s=self._timeout_s,
             window=self.capture.take,
+            file_bytes_max=None if self._near is None else levels.FILE_BYTES,
         )
         window = pending.window
         if window is None:
             pending.ahead = {"steps": 1, "reason": self.capture.reason}
         else:
             self._schedule.waited(self.capture.waited_in(window))
-        self.newest = step
+        self.newest = self.saved = step
         self._made.append(step)
         retention = self._retention if self._is_root else None
         leaving, self._leaving = self._leaving, []
@@ -508,7 +515,7 @@ class Checkpointer:
         step: int,
         number: int,
         pending: Pending,
-        retention: native.Retention | None,
+        retention: native.Retention | Draining | None,
         leaving: list[int] | None,
     ) -> None:
         """In the background: the second round of retention, the end of the save, then the first round."""
@@ -522,6 +529,7 @@ class Checkpointer:
             self.committed = max(step, self.committed or 0)
             lag_s = pending.report["phases_ms"]["committed"] / 1e3
             self._schedule.committed(number, pending.committed_notes(), lag_s)
+            self._do_works(step)  # the next save may be durable by now, and this one left to no rule
             if retention is not None:
                 # What left between the begin of this save and now: its round is over, too.
                 failure = self._clear(retention, self._leaving) or failure
@@ -534,7 +542,12 @@ class Checkpointer:
             if failure is not None:
                 raise failure
         except Exception as error:
+            self._is_overtaken = self._is_overtaken or isinstance(error, Conflict)
             self._ended(pending, is_committed=False)
+            if isinstance(retention, Draining):
+                retention.failed(error)
+            if self._memory is not None and self._memory.absorbs(pending.url, step, error):
+                return
             pending.fail(error)  # for the log, if no later call of this object raises it
             raise
 
@@ -545,7 +558,7 @@ class Checkpointer:
             self.capture.ended(window, self.report["ahead"], is_committed=is_committed)
             pending.window = None
 
-    def _clear(self, retention: native.Retention | None, leaving: list[int] | None) -> Exception | None:
+    def _clear(self, retention: native.Retention | Draining | None, leaving: list[int] | None) -> Exception | None:
         """Deletes the files of checkpoints that were taken back before the save began; returns what went wrong."""
         if retention is None or leaving == []:
             return None
@@ -586,6 +599,41 @@ class Checkpointer:
             del failures
 
     @_one_at_a_time
+    def when_durable(self, work: Callable[[str], T]) -> Future[T]:
+        """Calls ``work`` with the checkpoint's URL once the newest save of this object is durable on all ranks.
+
+        A thread in the background calls it, on the ranks that call this, before ``keep`` can take that checkpoint back.
+        Until it returns, no rule of ``keep`` is applied and the save counts as in flight: :meth:`close` waits for it.
+        It may not call this object.
+
+        Returns:
+            The future of its result. It raises what the save or ``work`` raised.
+
+        Raises:
+            Invalid: Nothing was saved by this object yet.
+        """
+        step = self.saved
+        if step is None:
+            raise Invalid(f"{self.url}: nothing to wait for: expected a save by this checkpointer before")
+        future = self._works.add(step, work)
+        # In most cases the end of the save has done it by then.
+        self._in_background(self._do_works, step, self._running[-1][1] if self._running else None)
+        return future
+
+    def _do_works(self, step: int, saving: Future[None] | None = None) -> None:
+        """In the background: does what waits for the save of that step, which has ended."""
+
+        def failure_of(of: int) -> Exception | None:
+            if self.committed is not None and self.committed >= of:
+                return None
+            failure = None if saving is None else saving.exception()
+            if isinstance(failure, Exception):
+                return failure
+            return Unavailable(f"{native.step_url(self._place, of)}: its save has failed")
+
+        self._works.do(step, failure_of, lambda of: native.step_url(self._place, of))
+
+    @_one_at_a_time
     def wait(self) -> None:
         """Waits until every save is durable. Raises what failed."""
         self._settle(0)
@@ -593,6 +641,8 @@ class Checkpointer:
     @_one_at_a_time
     def close(self) -> None:
         """Waits until every save is durable. Raises what failed. Afterwards the checkpointer cannot save.
+
+        With ``local`` it also waits until all that is to be sent is at ``url``.
 
         Unless an exception is on its way, the run counts as ended: ``shardfast watch`` expects no more saves of it,
         until there is a newer one.
@@ -612,14 +662,22 @@ class Checkpointer:
                 self._rest(newest)
             raise
         self._rest(newest)
-        if self._is_root and self._made and not was_closed and sys.exc_info()[0] is None:
-            native.note_end(self.url, REST_S)
+        if self._draining is not None:
+            self._draining.finish(met(self._process_group))
+        is_end = self._is_root and self._made and not was_closed and not self._is_overtaken
+        if is_end and sys.exc_info()[0] is None:
+            native.note_end(self._place, REST_S)
 
     def _rest(self, newest: list[Pending]) -> None:
         """Waits for what the background still does once saves have ended."""
         self._background.wait()
         for pending in newest:
             pending.over(REST_S)
+
+    @property
+    def drained(self) -> int | None:
+        """The newest step that this object has sent to ``url``, on rank 0 and with ``local``; ``None`` before."""
+        return None if self._draining is None else self._draining.newest
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -628,6 +686,8 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            if self._draining is not None:
+                self._draining.ends_with(kind)
             if kind is not None and issubclass(kind, KeyboardInterrupt):
                 with self._calls:
                     self._close(INTERRUPTED_S)

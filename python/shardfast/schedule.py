@@ -388,3 +388,17 @@ def noted(metrics: Mapping[str, float] | None, keep: Keep | None) -> dict[str, s
                 f"pass {{{name!r}: {math.nan}}} for a checkpoint that is not to be among the best"
             )
     return notes
+
+
+def expect_rules(every: Schedule | None, keep: Keep | None, over: int) -> None:
+    """Refuses what is neither a schedule nor a rule, and captures over more steps than there are between saves."""
+    if every is not None and not isinstance(every, Schedule):
+        raise Invalid(f"every={every!r}: expected when to save, such as sf.steps(200)")
+    if keep is not None and not isinstance(keep, Keep):
+        raise Invalid(f"keep={keep!r}: expected what to keep, such as sf.last(3) | sf.every(10_000)")
+    apart = None if every is None else every.steps_max()
+    if apart is not None and over > apart:
+        raise Invalid(
+            f"over={over}: expected no more steps than there are between saves, and every= says {apart} at most: "
+            "capture over fewer steps, or save less often"
+        )

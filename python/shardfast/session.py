@@ -18,22 +18,21 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import ipaddress
 import logging
 import numbers
 import os
 import re
 import secrets
-import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from . import addresses
 from .errors import Error, Invalid, Unavailable
-from .launchers import Described, is_in_step, number, of_slurm
+from .launchers import MPI, Described, is_in_step, number, of_mpi, of_slurm, tasks_without_step
 from .native import Place, Session
 
 _log = logging.getLogger("shardfast")
@@ -65,6 +64,9 @@ ROOT = "SHARDFAST_ROOT"
 
 TOKEN = "SHARDFAST_TOKEN"
 """The environment variable with a secret of the job, the same on all its ranks, that goes with :data:`ROOT`."""
+
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""The environment variable that tells of ``torchrun``: each task of a step of Slurm may be a job of its own then."""
 
 FANOUT = "SHARDFAST_FANOUT"
 """The environment variable that bounds how many ranks join through one; the same on all ranks."""
@@ -146,6 +148,7 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
         raise
     if found is None:
         session = alone()
+        _warn_without_srun()
         _serve(session)
         return session
     job, meet = found
@@ -217,8 +220,10 @@ def _job(process_group: Any) -> tuple[Any, _Meet] | None:
     if ROOT in os.environ:
         return _environment(), _met_by_environment
     _expect_one_process()
-    if "WORLD_SIZE" not in os.environ and is_in_step():
-        return _environment(), _met_by_environment
+    if "WORLD_SIZE" not in os.environ:
+        if is_in_step():
+            return _environment(), _met_by_environment
+        _expect_no_mpi()
     return None
 
 
@@ -250,6 +255,36 @@ def _expect_one_process() -> None:
             "process group. Call torch.distributed.init_process_group() first, or set "
             f"{ROOT} (rank 0's host and port) and {TOKEN} on all ranks. A process that is in no job of several must "
             "not have WORLD_SIZE in its environment"
+        )
+    if "WORLD_SIZE" in os.environ and is_in_step() and TORCHRUN not in os.environ:
+        raise Invalid(
+            f"WORLD_SIZE={world}, but srun has started {os.environ['SLURM_STEP_NUM_TASKS']} tasks "
+            "(SLURM_STEP_NUM_TASKS): unset WORLD_SIZE if they are the ranks of one job, SLURM_PROCID if each is a job "
+            "of its own"
+        )
+
+
+def _expect_no_mpi() -> None:
+    """Refuses a process of ``mpirun`` that is one of several: it is not told where rank 0 is."""
+    told = of_mpi("", None)
+    if told is not None and told.world > 1:
+        name = next(world for rank, world, *_ in MPI if rank in os.environ and world in os.environ)
+        raise Invalid(
+            f"{name}={told.world}: mpirun has started this process as one of {told.world}, and does not say where rank "
+            f"0 is: set {ROOT} (rank 0's host and port) and {TOKEN} on all ranks, or call "
+            f"torch.distributed.init_process_group() first. If each is a job of its own, unset {name}"
+        )
+
+
+@functools.cache
+def _warn_without_srun() -> None:
+    """Logs once that a process is a job of its own, though Slurm has several tasks for the job of its batch script."""
+    tasks = tasks_without_step()
+    if tasks > 1 and "WORLD_SIZE" not in os.environ:
+        _log.warning(
+            "this process is alone, and its job has SLURM_NTASKS=%d: if they are the ranks of one training, let the "
+            "batch script start it with srun",
+            tasks,
         )
 
 
@@ -404,6 +439,11 @@ def settings() -> Settings:
         _fan_out()
     except Invalid as error:
         problems.append(str(error))
+    for read in (address, addresses.ports):
+        try:
+            read()
+        except Invalid as error:
+            problems.append(str(error))
     try:
         tls = _tls()
         if tls is not None:
@@ -417,7 +457,7 @@ def address() -> str:
     """Returns the IP address where this process would listen for ranks that join through it, by its environment."""
     root = os.environ.get(ROOT, "").rpartition(":")[0].strip("[]")
     world = os.environ.get("WORLD_SIZE", "")
-    return _host(int(world) if world.isdecimal() else 0, root or os.environ.get("MASTER_ADDR", ""))
+    return addresses.host(int(world) if world.isdecimal() else 0, root or os.environ.get("MASTER_ADDR", ""))
 
 
 class _Meeting:
@@ -461,9 +501,10 @@ def _met_by_store(
             other = f"has {tree[1]}" if tree[1] else "has not set it"
             problem = Invalid(f"{FANOUT}={fan_out} on rank {rank}, rank 0 {other}: all ranks must have the same")
     if meeting.place is None:
-        host = _host(whole_world, os.environ.get("MASTER_ADDR", ""))
+        (host, ports), wrong = _where(whole_world, os.environ.get("MASTER_ADDR", ""))
+        problem = problem or wrong
         try:
-            place = Place(host, rank, world, token, local_world=tree[0], fan_out=tree[1], tls=_tls())
+            place = Place(host, rank, world, token, local_world=tree[0], fan_out=tree[1], ports=ports, tls=_tls())
         except Error as error:
             store.set(f"{name}/{rank}", f"{_FAILED}{error}")  # its children need not wait
             raise
@@ -477,10 +518,37 @@ def _met_by_store(
         (parent,) = _published(store, f"{name}/{place.parent}", timeout_s, who)
     meeting.place = None  # it joins once
     is_whole_job = members.ranks is None
-    session = place.join(
-        parent, timeout_s, local_world=local_world, staging_bytes=staging_bytes, is_whole_job=is_whole_job
-    )
+    with _reaching(parent):
+        session = place.join(
+            parent, timeout_s, local_world=local_world, staging_bytes=staging_bytes, is_whole_job=is_whole_job
+        )
     return session, problem
+
+
+def _where(world: int, master: str) -> tuple[tuple[str, tuple[int, int] | None], Invalid | None]:
+    """The address and the ports at which this rank listens; and what is wrong with the environment's, if anything."""
+    try:
+        return (addresses.host(world, master), addresses.ports()), None
+    except Invalid as error:
+        return (addresses.found(world, master), None), error
+
+
+@contextlib.contextmanager
+def _reaching(address: str | None) -> Iterator[None]:
+    """Says what to do if another rank cannot be reached: after a while in the log, and in the error."""
+    if address is None:
+        yield
+        return
+    text = "the rank at %s has not let this one join yet; still trying; %s"
+    waiting = threading.Timer(PATIENCE_S, _log.warning, (text, address, addresses.CHOOSE))
+    waiting.daemon = True
+    waiting.start()
+    try:
+        yield
+    except Unavailable as error:
+        raise Unavailable(f"{error}; {addresses.CHOOSE}") from None
+    finally:
+        waiting.cancel()
 
 
 def _on_node(ranks: tuple[int, ...], local_world: int) -> int:
@@ -516,7 +584,8 @@ def _described() -> Described:
     token = os.environ.get(TOKEN)
     if ROOT not in os.environ:
         return of_slurm(token)
-    return Described(
+    mpi = None if "RANK" in os.environ or "WORLD_SIZE" in os.environ else of_mpi(os.environ[ROOT], token)
+    return mpi or Described(
         os.environ[ROOT],
         token,
         number("RANK", 0, beside=ROOT),
@@ -526,7 +595,7 @@ def _described() -> Described:
 
 
 def _met_by_environment(timeout_s: float, staging_bytes: int | None) -> tuple[Session, Invalid | None]:
-    root, token, rank, world, local_world = _described()
+    root, token, rank, world, local_world, local_rank = _described()
     if world == 1:
         return Session.solo(staging_bytes=staging_bytes), None
     host, _, port = root.rpartition(":")
@@ -534,15 +603,35 @@ def _met_by_environment(timeout_s: float, staging_bytes: int | None) -> tuple[Se
         raise Invalid(f"{ROOT}={root!r}: expected rank 0's host and port, such as 'node-7:29600'")
     if token is None:
         raise Invalid(f"{TOKEN}: not set; expected a secret that only the ranks of this job know")
+    (own, ports), problem = _where(world, host.strip("[]"))
+    opened = functools.partial(
+        Place, world=world, token=token, local_world=local_world, fan_out=_fan_out(), ports=ports, tls=_tls()
+    )
+    ours: dict[str, Any] = {"local_world": local_world, "local_rank": local_rank, "staging_bytes": staging_bytes}
     if rank == 0:
-        place = Place(host, 0, world, token, local_world=local_world, fan_out=_fan_out(), port=int(port), tls=_tls())
-        return place.join(None, timeout_s, local_world=local_world, staging_bytes=staging_bytes), None
-    own = _host(world, host.strip("[]"))
-    place = Place(own, rank, world, token, local_world=local_world, fan_out=_fan_out(), tls=_tls())
+        with _listening(world):
+            place = opened(host, 0, port=int(port))
+        return place.join(None, timeout_s, **ours), problem
+    place = opened(own, rank)
     started = time.monotonic()
-    parent = place.find_parent(root, timeout_s)
+    with _reaching(root):
+        parent = place.find_parent(root, timeout_s)
     left = max(0.0, timeout_s - (time.monotonic() - started))
-    return place.join(parent, left, local_world=local_world, staging_bytes=staging_bytes), None
+    with _reaching(parent):
+        return place.join(parent, left, **ours), problem
+
+
+@contextlib.contextmanager
+def _listening(world: int) -> Iterator[None]:
+    """Says what to do if rank 0 cannot listen where the environment or Slurm says."""
+    try:
+        yield
+    except Unavailable as error:
+        from_slurm = "" if ROOT in os.environ else ", which follows from the numbers of Slurm's job and step"
+        raise Unavailable(
+            f"rank 0 of {world}: {error}{from_slurm}: give all ranks another {ROOT}, with RANK, WORLD_SIZE and "
+            f"{TOKEN}, and only one of them RANK=0"
+        ) from None
 
 
 def _store(distributed: Any, members: _Members, timeout_s: float) -> Any:
@@ -562,35 +651,3 @@ def _store(distributed: Any, members: _Members, timeout_s: float) -> Any:
         # In some versions the name differs between ranks of a group; the ranks do not identify a group either.
         room = f"shardfast/{members.group.group_name}/{','.join(map(str, members.ranks))}"
     return distributed.PrefixStore(room, store)
-
-
-def _host(world: int, master: str) -> str:
-    """The address at which every other rank can reach this one; ``master`` is that of rank 0."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or master == "localhost" or _is_loopback(master):
-        return "127.0.0.1"
-    # 192.0.2.1 (RFC 5737) is unassigned: the route to it is the default one. No packet is sent.
-    for peer in (master, "192.0.2.1"):
-        address = _route_to(peer)
-        if address is not None and not _is_loopback(address):
-            return address
-    return "127.0.0.1"
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def _route_to(peer: str) -> str | None:
-    """This machine's address on the way to ``peer``."""
-    if not peer:
-        return None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None

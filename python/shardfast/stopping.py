@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from . import interval, native
+from . import adapters, interval, native
 from .errors import Error, Invalid
 
 _log = logging.getLogger("shardfast")
 
 JOB_END = "SLURM_JOB_END_TIME"
 """Variable with the time at which Slurm ends the job, in seconds since 1970."""
+
+
+_told: set[Told] = set()
+"""Those that take signals in this process."""
+
+_untaken: set[int] = set()
+"""Signals that came after the last step of a checkpointer: for the next one that takes them."""
+
+
+def _in_forked_child() -> None:
+    """Lets a forked process end by its parent's ``SIGTERM`` alone, as at the end of ``multiprocessing``'s programs.
+
+    A worker of a data loader goes on where all processes of the job get the signal.
+    """
+    for told in _told:
+        told.forked()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def outlive_signals(worker: int = 0) -> None:
+    """Lets a spawned worker of a data loader outlive ``SIGTERM``, ``SIGUSR1`` and ``SIGUSR2``.
+
+    Schedulers send these to all processes of a job. The worker still ends when its training ends it, or has ended.
+    Forked workers need no such call if the ``Checkpointer`` with ``on_signal`` was made before them.
+
+    Args:
+        worker: Number of the worker, which ``DataLoader`` gives to its ``worker_init_fn``.
+    """
+    native.outlive([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], os.getppid(), 0)
 
 
 class Stopping(Exception):
@@ -60,59 +95,89 @@ def signals_of(on_signal: Any) -> tuple[signal.Signals, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def seconds_of(within: Any) -> float | None:
-    """The seconds that a program has after the signal.
+def seconds_of(within: Any) -> float | Path | None:
+    """The seconds that a program has after the signal, or the file that tells when the program ends.
 
     Raises:
-        Invalid: For what is no time above zero.
+        Invalid: For what is no time above zero, and no path.
     """
     if within is None:
         return None
+    if isinstance(within, os.PathLike) or (isinstance(within, str) and "/" in within):
+        return Path(within)
     if isinstance(within, str):
         try:
             return interval.time_of(within)
         except Invalid as error:
             raise Invalid(f"within={error}") from None
     if isinstance(within, bool) or not isinstance(within, (int, float)) or not 0 < within < float("inf"):
-        raise Invalid(f"within={within!r}: expected how long the program has after the signal: seconds, or '90s'")
+        what = "seconds, '90s', or the path of a file with the time of the end in seconds since 1970"
+        raise Invalid(f"within={within!r}: expected how long the program has after the signal: {what}")
     return float(within)
 
 
 class Told:
     """The signals of one checkpointer, and the agreement of the ranks behind them.
 
-    Handlers that were there before are called after this one. A forked process, such as a worker of a data loader,
+    Handlers that were there before are called after this one, and so are those that others set later in its place: the
+    next step takes the signal again. A forked process, such as a worker of a data loader,
     takes the signal and does nothing more.
 
     Args:
         signals: What the training is told to stop by.
-        within_s: How long the program has after the signal, in seconds.
+        within: How long the program has after the signal, in seconds; or a file with the time of its end.
 
     Raises:
         Invalid: Outside of the main thread, where Python sets no handlers.
     """
 
-    def __init__(self, signals: tuple[signal.Signals, ...], within_s: float | None) -> None:
-        self._within_s, self._process = within_s, os.getpid()
+    def __init__(self, signals: tuple[signal.Signals, ...], within: float | Path | None) -> None:
+        self._within, self._process = within, os.getpid()
         self._at: float | None = None
         self._session: native.Session | None = None
         self._agreement: native.Stopping | None = None
-        self._said = False
+        self._said = self._is_handling = self._has_stopped = False
         self._before: dict[int, Any] = {}
+        self._warned: set[str] = set()
+        self._came: set[int] = set()
         if threading.current_thread() is not threading.main_thread():
             names = ", ".join(one.name for one in signals)
             raise Invalid(f"on_signal={names}: Python sets handlers of signals in the main thread: make it there")
         for number in signals:
             self._before[number] = signal.signal(number, self._handle)
+        _told.add(self)
+        if came := _untaken.intersection(signals):
+            _untaken.difference_update(came)
+            self._came, self._at = came, time.time()
+
+    def forked(self) -> None:
+        """Prepares a process that was just forked for signals."""
+        term = signal.SIGTERM
+        if term in self._before:
+            if self._before[term] == signal.SIG_DFL:
+                native.outlive([term], self._process)
+            adapters.call_in_worker(functools.partial(native.outlive, [term], self._process, 0))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process:
+            self._came.add(number)
             self._at = self._at or time.time()
             self._tell()
         before: Callable[[int, FrameType | None], Any] | Any = self._before.get(number)
-        # That of Ctrl-C ends the program at once.
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        # That of Ctrl-C ends the program at once. One that was set later may call this one.
+        if callable(before) and before is not signal.default_int_handler and not self._is_handling:
+            self._is_handling = True
+            try:
+                before(number, frame)
+            finally:
+                self._is_handling = False
+
+    def _take_again(self) -> None:
+        """Puts this handler in front of one that was set later, such as that of a trainer."""
+        for number in self._before:
+            found = signal.getsignal(number)
+            if found != self._handle and threading.current_thread() is threading.main_thread():
+                self._before[number] = signal.signal(number, self._handle)
 
     def _tell(self) -> None:
         if self._agreement is not None:
@@ -125,10 +190,11 @@ class Told:
             if self._agreement is not None:
                 self._agreement.end()
             self._session, self._agreement = session, native.Stopping(session, timeout_s)
+        self._take_again()
         if self._at is not None:
             self._tell()
         assert self._agreement is not None
-        is_last = self._agreement.passed()
+        is_last = self._has_stopped = self._agreement.passed()
         failure = None if is_last or self._said else self._agreement.failure()
         if failure is not None:
             self._said = True
@@ -137,25 +203,68 @@ class Told:
 
     def left_s(self) -> float | None:
         """How long the program still has, in seconds, as far as that is known."""
-        ends = []
-        if self._within_s is not None:
-            ends.append((self._at or time.time()) + self._within_s)
-        with contextlib.suppress(KeyError, ValueError):
-            ends.append(float(os.environ[JOB_END]))
-        return min(ends) - time.time() if ends else None
+        ends = [self._time_of(JOB_END, os.environ.get(JOB_END, ""))]
+        if isinstance(self._within, Path):
+            text = ""
+            with contextlib.suppress(OSError, ValueError):  # it is not there yet, or no text
+                if self._within.is_file():  # a pipe would wait for its writer
+                    text = self._within.read_text()
+            ends.append(self._time_of(f"within={str(self._within)!r}", text))
+        elif self._within is not None:
+            ends.append((self._at or time.time()) + self._within)
+        known = [end for end in ends if end is not None]
+        return min(known) - time.time() if known else None
+
+    def say(self, url: str, step: int, report: dict[str, Any] | None) -> None:
+        """Logs that all ranks save ``step``, and if that takes longer than is left, by the report of the last save."""
+        left_s = self.left_s()
+        said = "" if left_s is None else f", in {interval.spoken(left_s)}" if left_s > 0 else ", and its time is over"
+        _log.warning("%s: told to stop%s: all ranks save step %d", url, said, step)
+        lasts_s = report["phases_ms"]["committed"] / 1e3 if report and "committed" in report["phases_ms"] else None
+        if left_s is not None and lasts_s is not None and lasts_s > left_s:
+            _log.error(
+                "%s: step %d will not be durable in time: a save of this run takes about %s, and %s are left",
+                url,
+                step,
+                interval.spoken(lasts_s),
+                interval.spoken(max(left_s, 0.0)),
+            )
+
+    def _time_of(self, name: str, text: str) -> float | None:
+        """The time that a text tells; ``None`` for an empty text, and, with a warning, for one that tells none."""
+        if not text.strip():
+            return None
+        with contextlib.suppress(ValueError):
+            if math.isfinite(end := float(text)):
+                return end
+        if name not in self._warned:
+            self._warned.add(name)
+            _log.warning("%s: expected a time in seconds since 1970, found %r: it is ignored", name, text[:60])
+        return None
 
     def end(self) -> None:
         """Gives the signals back to the handlers that were there before, unless others took them since.
 
-        Once the training was told, a signal without one is still caught: schedulers repeat it, and it would end the
+        Once the training has stopped, a signal without one is still caught: schedulers repeat it, and it would end the
         program before its own end.
         """
         if os.getpid() != self._process:
             return
+        _told.discard(self)
         if self._agreement is not None:
             self._agreement.end()
+        if self._at is not None and not self._has_stopped:
+            _untaken.update(self._came)
+            _log.warning(
+                "%s came after the last step of this checkpointer, so that it stopped nothing: the next Checkpointer "
+                "of this process with that on_signal stops after its first step",
+                ", ".join(signal.Signals(number).name for number in sorted(self._came)),
+            )
         for number, before in self._before.items():
             with contextlib.suppress(ValueError):  # not the main thread
-                is_ours = signal.getsignal(number) == self._handle
-                if is_ours and (callable(before) or self._at is None):
+                if signal.getsignal(number) != self._handle:
+                    continue
+                if callable(before) or before == signal.SIG_IGN or not self._has_stopped:
                     signal.signal(number, signal.SIG_DFL if before is None else before)
+                else:  # an interpreter that ends takes its handlers away, but not this
+                    atexit.register(signal.signal, number, signal.SIG_IGN)

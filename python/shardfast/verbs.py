@@ -185,10 +185,12 @@ def begin(
     timeout_s: float,
     blocking: bool = False,
     window: Callable[[native.Described], native.Window | None] = lambda described: None,
+    file_bytes_max: int | None = None,
 ) -> Pending:
     """Begins to save ``state`` as :func:`save_async` does; ``describer`` may have described it before.
 
-    ``window`` gives what was captured ahead of this save of what is described.
+    ``window`` gives what was captured ahead of this save of what is described. ``file_bytes_max`` bounds the tensors'
+    bytes in a data file.
     """
 
     began = time.perf_counter()
@@ -225,6 +227,7 @@ def begin(
                 blocking=blocking,
                 prove=prove,
                 window=ahead,
+                file_bytes_max=file_bytes_max,
                 after_s=described_s,
             )
             return Pending(place, begun, said.watched, ahead), begun
@@ -422,6 +425,7 @@ def _filled(
     with shown(f"load {checkpoint.url}", checkpoint.moved, progress and session.rank == 0):
         encoded, traffic = checkpoint.load(bound.wants, bound.values, timeout_s, _streams(bound.devices), peer_reads)
     match.plan.add(traffic)
+    match.plan.sources = dict(checkpoint.sources())
     # Each rank makes its values alone: an error of one fails all, before any rank has changed.
     prepared(session, functools.partial(installation.make, encoded), timeout_s)
     checkpoint.barrier(timeout_s)

@@ -115,6 +115,10 @@ impl Disk for RankDisk {
         self.call("create_new", path, create)
     }
 
+    fn open_write(&self, path: &Path) -> Sys<RankFile> {
+        self.call("open_write", path, |disk| Ok(RankFile(disk.open_write(path)?, path.to_owned())))
+    }
+
     fn open_read(&self, path: &Path, direct: bool) -> Sys<RankFile> {
         self.call("open_read", path, |disk| Ok(RankFile(disk.open_read(path, direct)?, path.to_owned())))
     }

@@ -23,6 +23,8 @@
 //!   also after the loss of a rank or a message, or damage of the data. At a service the error says if an object was
 //!   replaced while it was read; a request that fails for a moment fails no load, and a refusal fails all ranks.
 //!
+//! [`train`] runs a training whose ranks get signals to stop, on the same nodes.
+//!
 //! The same seed gives the same [`Run::digest`] of all that happened. At a service a rank has several requests in
 //! flight: `objects.rs` says what of them is a function of the seed.
 
@@ -36,6 +38,7 @@ mod objects;
 mod process;
 mod scenario;
 mod service;
+mod stopping;
 mod storage;
 mod trap;
 mod truth;
@@ -57,6 +60,7 @@ use meeting::{Meeting, Past};
 pub use scenario::Weather;
 use scenario::{Save, Scenario};
 use shardfast_store::testing::dice::Dice;
+pub use stopping::train;
 pub use storage::Medium;
 use storage::Storage;
 
@@ -87,8 +91,8 @@ pub fn run(seed: u64, medium: Medium) -> Run {
     Run { weather, endings, digest: journal.digest(), log: journal.into_lines(), broken: broken.err() }
 }
 
-/// Runs these seeds, several at a time, and hands out each run as it ends.
-pub fn run_all(seeds: Range<u64>, medium: Medium, judge: impl Fn(u64, Run) + Sync) {
+/// Runs the job of each of these seeds, several at a time, and hands out each run as it ends.
+pub fn run_all(seeds: Range<u64>, job: impl Fn(u64) -> Run + Sync, judge: impl Fn(u64, Run) + Sync) {
     let next = AtomicU64::new(seeds.start);
     // A rank that waits for another thread leaves the core to another seed.
     let threads = 2 * thread::available_parallelism().map_or(1, usize::from);
@@ -100,7 +104,7 @@ pub fn run_all(seeds: Range<u64>, medium: Medium, judge: impl Fn(u64, Run) + Syn
                     if seed >= seeds.end {
                         return;
                     }
-                    judge(seed, run(seed, medium));
+                    judge(seed, job(seed));
                 }
             });
         }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use clap::Parser;
-use shardfast_sim::{Medium, run, run_all};
+use shardfast_sim::{Medium, Run, run, run_all, train};
 
 /// Whole jobs in seeded virtual time.
 #[derive(Parser)]
@@ -21,6 +21,9 @@ struct Arguments {
     /// Where the jobs keep their checkpoints.
     #[arg(long, value_enum, default_value = "disk")]
     storage: Medium,
+    /// Run trainings that are told to stop, instead of jobs that save.
+    #[arg(long, conflicts_with = "storage")]
+    stopping: bool,
 }
 
 fn seeds(text: &str) -> Result<Range<u64>, String> {
@@ -30,20 +33,20 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let medium = arguments.storage;
-    match (arguments.seed, arguments.seeds) {
-        (Some(seed), _) => replay(seed, medium),
-        (None, seeds) => sweep(seeds.unwrap_or_default(), medium),
+    let Arguments { seeds, seed, storage, stopping } = arguments;
+    let job = |seed| if stopping { train(seed) } else { run(seed, storage) };
+    match seed {
+        Some(seed) => replay(&job(seed)),
+        None => sweep(seeds.unwrap_or_default(), job),
     }
 }
 
-fn replay(seed: u64, medium: Medium) -> ExitCode {
-    let run = run(seed, medium);
+fn replay(run: &Run) -> ExitCode {
     run.log.iter().for_each(|line| println!("{line}"));
     for (ending, times) in &run.endings {
         println!("{times:6}  {ending}");
     }
-    match run.broken {
+    match &run.broken {
         None => ExitCode::SUCCESS,
         Some(broken) => {
             println!("BROKEN: {broken}");
@@ -52,14 +55,14 @@ fn replay(seed: u64, medium: Medium) -> ExitCode {
     }
 }
 
-fn sweep(seeds: Range<u64>, medium: Medium) -> ExitCode {
+fn sweep(seeds: Range<u64>, job: impl Fn(u64) -> Run + Sync) -> ExitCode {
     let (failed, endings) = (AtomicU64::new(0), Mutex::new(BTreeMap::<String, u64>::new()));
     let all = seeds.end.saturating_sub(seeds.start);
-    run_all(seeds, medium, |seed, run| {
+    run_all(seeds, job, |seed, run| {
         if let Some(broken) = run.broken {
             failed.fetch_add(1, Ordering::Relaxed);
             println!("seed {seed} ({:?}): {broken}", run.weather);
-            println!("    replay: {}", medium.replay(seed));
+            println!("    replay with the same words and --seed {seed}");
         }
         let mut endings = endings.lock().unwrap_or_else(PoisonError::into_inner);
         for (ending, times) in run.endings {

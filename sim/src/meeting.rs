@@ -31,10 +31,10 @@ pub(crate) const DELAY_MAX: Duration = Duration::from_millis(300);
 pub(crate) const DETECTION_MAX: Duration = Duration::from_secs(2);
 
 /// How often a rank that works is looked at, in real time.
-const GLANCE: Duration = Duration::from_micros(50);
+pub(crate) const GLANCE: Duration = Duration::from_micros(50);
 
 /// The longest that a rank works before it waits for others, in real time.
-const HANGS: Duration = Duration::from_secs(60);
+pub(crate) const HANGS: Duration = Duration::from_secs(60);
 
 /// More events than any meeting has.
 const EVENTS_MAX: u64 = 200_000;
@@ -556,6 +556,7 @@ impl<'a> Meeting<'a> {
                 Ok(Word::Decided(decision)) => quiet = Some(Quiet::Decided(decision)),
                 Ok(Word::Slow { time, resume }) => quiet = Some(Quiet::Slow(time, resume)),
                 Ok(Word::Blackout(left)) => self.black_out(left),
+                Ok(Word::Hurries { .. }) => {}
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
             }
             let task = self.ranks[rank as usize].tasks.get(&save)?;

@@ -21,6 +21,8 @@ pub(crate) enum Word {
     Decided(Result<Vec<Vec<u8>>, String>),
     /// An operation of this rank on the storage takes that long, until `resume` is dropped.
     Slow { time: Duration, resume: Sender<()> },
+    /// A thread ends the wait of its rank's call on a topic.
+    Hurries { rank: u32, topic: String },
     /// The storage that the next process would find if all ended at this operation.
     Blackout(Storage),
 }
@@ -163,5 +165,9 @@ impl Coord for ProcessCoord {
             Ok(Reply::Answer(answer)) if !process.is_dead() => answer,
             _ => Err(process.crashed()),
         }
+    }
+
+    fn hurry(&self, topic: &str) {
+        self.process.say(Word::Hurries { rank: self.rank(), topic: topic.to_owned() });
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-use shardfast_sim::{Medium, Weather, run, run_all};
+use shardfast_sim::{Medium, Weather, run, run_all, train};
 
 /// How many times as many seeds a campaign runs.
 const TIMES: &str = "SHARDFAST_SIM_TIMES";
@@ -53,24 +53,29 @@ fn keep_every_promise(jobs: &Jobs) {
     let times = std::env::var(TIMES).map_or(1, |times| times.parse().unwrap());
     let (medium, seeds) = (jobs.medium, times * jobs.seeds);
     let (broken, seen) = (Mutex::new(Vec::new()), Mutex::new(BTreeMap::<String, u64>::new()));
-    run_all(0..seeds, medium, |seed, first| {
-        let weather = [(format!("{:?}", first.weather), 1)];
-        for (ending, times) in first.endings.into_iter().chain(weather) {
-            *seen.lock().unwrap().entry(ending).or_default() += times;
-        }
-        let replay = medium.replay(seed);
-        let fails = |how: String| broken.lock().unwrap().push(format!("seed {seed}: {how}; replay with `{replay}`"));
-        if let Some(promise) = first.broken {
-            fails(format!("{:?}: {promise}", first.weather));
-        }
-        if seed < times * TWICE {
-            let again = run(seed, medium);
-            let differs = first.log.iter().zip(&again.log).find(|(first, again)| first != again);
-            if first.digest != again.digest {
-                fails(format!("went two ways: {differs:#?}"));
+    run_all(
+        0..seeds,
+        |seed| run(seed, medium),
+        |seed, first| {
+            let weather = [(format!("{:?}", first.weather), 1)];
+            for (ending, times) in first.endings.into_iter().chain(weather) {
+                *seen.lock().unwrap().entry(ending).or_default() += times;
             }
-        }
-    });
+            let replay = medium.replay(seed);
+            let fails =
+                |how: String| broken.lock().unwrap().push(format!("seed {seed}: {how}; replay with `{replay}`"));
+            if let Some(promise) = first.broken {
+                fails(format!("{:?}: {promise}", first.weather));
+            }
+            if seed < times * TWICE {
+                let again = run(seed, medium);
+                let differs = first.log.iter().zip(&again.log).find(|(first, again)| first != again);
+                if first.digest != again.digest {
+                    fails(format!("went two ways: {differs:#?}"));
+                }
+            }
+        },
+    );
     let broken = broken.into_inner().unwrap();
     assert!(broken.is_empty(), "{} of {seeds} seeds failed:\n{}", broken.len(), broken.join("\n"));
 
@@ -124,4 +129,39 @@ fn every_promise_is_kept_at_a_service_of_objects() {
         endings: &["save: NotFound", "load: replaced, Corrupt", "load: failed request, shared"],
         rare: &["save: Corrupt", "save: Internal", "load: Ok"],
     });
+}
+
+#[test]
+fn all_ranks_of_a_training_stop_after_one_step() {
+    let seeds = 200 * std::env::var(TIMES).map_or(1, |times| times.parse().unwrap());
+    let (broken, seen) = (Mutex::new(Vec::new()), Mutex::new(BTreeMap::<String, u64>::new()));
+    run_all(0..seeds, train, |seed, first| {
+        for (ending, times) in first.endings.into_iter().chain([(format!("{:?}", first.weather), 1)]) {
+            *seen.lock().unwrap().entry(ending).or_default() += times;
+        }
+        let replay = format!("cargo run -p shardfast-sim -- --stopping --seed {seed}");
+        let fails = |how: String| broken.lock().unwrap().push(format!("seed {seed}: {how}; replay with `{replay}`"));
+        if let Some(promise) = first.broken {
+            fails(format!("{:?}: {promise}", first.weather));
+        }
+        if seed < TWICE && train(seed).digest != first.digest {
+            fails("went two ways".to_owned());
+        }
+    });
+    let broken = broken.into_inner().unwrap();
+    assert!(broken.is_empty(), "{} of {seeds} seeds failed:\n{}", broken.len(), broken.join("\n"));
+    let seen = seen.into_inner().unwrap();
+    for (what, often) in [
+        ("Calm", 30),
+        ("Still", 30),
+        ("Links", 30),
+        ("Crash", 30),
+        ("stopped", 300),
+        ("trained to the end", 30),
+        ("could not agree", 10),
+        ("gave up", 30),
+        ("crashed", 30),
+    ] {
+        assert!(seen.get(what).is_some_and(|met| *met >= often), "{what} is hardly ever met: {seen:#?}");
+    }
 }

@@ -19,6 +19,7 @@ PACKAGES = (
     "deepspeed",
     "flashoptim",
     "lightning",
+    "ray",
     "torchao",
     "torchtitan",
     "transformers",

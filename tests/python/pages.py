@@ -49,7 +49,7 @@ def shell_lines(page: str) -> list[list[str]]:
 def run_command(words: list[str]) -> str:
     """Runs a `shardfast` command as the page shows it; what it prints."""
     program = Path(sys.executable).with_name(words[0])
-    ran = subprocess.run([program, *words[1:]], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([program, *words[1:]], capture_output=True, text=True, timeout=240)
     # `diff` and `verify` say by exit code 1 what they found.
     allowed = (0, 1) if words[1] in ("diff", "verify") else (0,)
     assert ran.returncode in allowed, f"{shlex.join(words)}: exit {ran.returncode}\n{ran.stdout}{ran.stderr}"

@@ -25,6 +25,9 @@ from typing import NamedTuple
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 """Modules of torch that it imports when they are first used, and slowly: once here instead of in every rank."""
 
+RENDEZVOUS = "RANKS_RENDEZVOUS"
+"""Variable of a rank: address of the file in which its job's processes find each other."""
+
 LENGTH = struct.Struct("<Q")
 DESCRIPTORS_MAX = 3
 
@@ -115,6 +118,19 @@ class NoStart(Exception):
     """Gloo's processes have not found each other: by chance it closes a connection that it has just accepted."""
 
 
+def make_group(name: str, number: int, world: int, timeout: timedelta | None = None) -> None:
+    """Initialises gloo's process group of this name, at a rendezvous that no other call of ``ranks()`` has used."""
+    import torch.distributed as dist
+
+    at = os.environ[RENDEZVOUS] + name
+    try:
+        dist.init_process_group("gloo", init_method=at, rank=number, world_size=world, timeout=timeout)
+    except RuntimeError as error:
+        if "connectFullMesh failed" in str(error):
+            raise NoStart from error
+        raise
+
+
 def in_job(rank: Rank, function: Callable, args: tuple) -> object:
     """What a rank's function returns."""
     import torch
@@ -124,13 +140,8 @@ def in_job(rank: Rank, function: Callable, args: tuple) -> object:
     torch.set_num_threads(1)
     number, world = str(rank.number), str(rank.world)
     os.environ.update(RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, LOCAL_RANK=number)
-    place = {"init_method": rank.rendezvous, "rank": rank.number, "world_size": rank.world}
-    try:
-        dist.init_process_group("gloo", **place, timeout=timedelta(seconds=rank.timeout_s))
-    except RuntimeError as error:
-        if "connectFullMesh failed" in str(error):
-            raise NoStart from error
-        raise
+    os.environ[RENDEZVOUS] = rank.rendezvous
+    make_group("", rank.number, rank.world, timedelta(seconds=rank.timeout_s))
     result = function(rank.number, rank.world, *args)
     if dist.is_initialized():
         dist.barrier()

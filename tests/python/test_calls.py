@@ -139,4 +139,4 @@ def test_a_save_at_the_end_of_the_interpreter_is_refused_by_name(tmp_path):
     run = subprocess.run([sys.executable, "-c", ENDING, tmp_path], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "step 2 cannot be saved: the interpreter ends, and runs what was registered with atexit" in run.stdout
-    assert {path.name for path in tmp_path.iterdir()} - {".telemetry"} == {"step-00000001"}
+    assert {path.name for path in tmp_path.iterdir()} - {".jobs", ".telemetry"} == {"step-00000001"}

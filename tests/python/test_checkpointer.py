@@ -301,11 +301,12 @@ def test_what_leaves_is_deleted_when_the_next_save_begins(tmp_path):
             ckpt.wait()
             assert steps(tmp_path) == [step]
             left = [f"step-{step - 1:08d}"] if step > 1 else []
-            assert [name for name in sorted(os.listdir(tmp_path)) if name != RECORDS] == [*left, f"step-{step:08d}"]
+            found = sorted(name for name in os.listdir(tmp_path) if not name.startswith("."))
+            assert found == [*left, f"step-{step:08d}"]
         assert data_file(tmp_path, 2).exists()
     # The next process finds by itself what leaves.
     saved(tmp_path, 4, keep=sf.last(1))
-    assert sorted(os.listdir(tmp_path)) == [RECORDS, "step-00000003", "step-00000004"]
+    assert sorted(os.listdir(tmp_path)) == [".jobs", RECORDS, "step-00000003", "step-00000004"]
 
 
 def test_the_best_stay_and_so_does_what_is_pinned(tmp_path):
@@ -384,7 +385,7 @@ def test_the_end_of_the_process_waits_for_the_last_save(tmp_path):
         "import sys, torch, shardfast as sf; ckpt = sf.Checkpointer(sys.argv[1], every=sf.steps(1)); "
         "ckpt.step(1, {'model': torch.nn.Linear(1000, 1000)})"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=240)
     assert (tmp_path / "step-00000001" / "COMMIT").exists()
 
 
@@ -459,3 +460,12 @@ def test_a_step_behind_a_save_in_flight_is_refused(tmp_path):
         with pytest.raises(sf.Conflict, match="a training at step 5 cannot save there"):
             ckpt.save(5, state)
         ckpt.save(11, state)
+
+
+def test_a_restore_waits_for_saves_of_a_checkpointer_that_was_dropped(tmp_path):
+    state = {"model": {"w": torch.zeros(4_000_000)}}
+    for step in range(1, 9):
+        ckpt = sf.Checkpointer(tmp_path, every=sf.steps(1))
+        assert ckpt.restore(state) == step - 1
+        ckpt.step(step, state)
+        del ckpt

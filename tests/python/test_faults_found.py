@@ -7,10 +7,7 @@ twenty, as in ``make test``, other work is expected, which reports rightly name:
 
 import os
 import random
-import shlex
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +15,7 @@ from contextlib import ExitStack
 
 import pytest
 from commanded_ranks import Job, reported
+from machines import machines
 from s3_double import Answer, Request, S3Double, refused
 
 SEEDS = int(os.environ.get("SHARDFAST_FAULT_SEEDS", "3"))
@@ -333,65 +331,26 @@ MACHINES = 4
 FAST, SLOW = "200mbit", "20mbit"
 
 
-def shell(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}: {done.stderr}"
-
-
-@pytest.fixture
-def machines():
-    """Four machines with two ranks each: network namespaces behind links, and names of their own."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare"))):
-        pytest.skip("network namespaces take root, iproute2 and unshare")
-    net = f"10.77.{os.getpid() % 250}"
-    name = f"sf{os.getpid() % 100000}"
-    with ExitStack() as ends:
-        shell(f"ip link add {name} type bridge")
-        ends.callback(shell, f"ip link del {name}")
-        shell(f"ip addr add {net}.1/24 dev {name}")
-        shell(f"ip link set {name} up")
-        for at in range(MACHINES):
-            space = f"{name}m{at}"
-            shell(f"ip netns add {space}")
-            ends.callback(shell, f"ip netns del {space}")
-            shell(f"ip link add {space}a type veth peer name eth0 netns {space}")
-            shell(f"ip link set {space}a master {name} up")
-            shell(f"ip -n {space} addr add {net}.{10 + at}/24 dev eth0")
-            shell(f"ip -n {space} link set eth0 up")
-            shell(f"ip -n {space} link set lo up")
-        yield name, net
-
-
-def link(name: str, at: int, rate: str) -> None:
-    """Sets the rate of a machine's link, in both directions."""
-    limit = f"root tbf rate {rate} burst 32kb latency 400ms"
-    shell(f"ip netns exec {name}m{at} tc qdisc replace dev eth0 {limit}")
-    shell(f"tc qdisc replace dev {name}m{at}a {limit}")
-
-
-def test_a_machine_whose_link_has_a_tenth_of_the_rate(machines):
-    name, net = machines
+def test_a_machine_whose_link_has_a_tenth_of_the_rate():
     dice, expected = random.Random("link"), []
     each = WORLD // MACHINES
     with ExitStack() as ends:
-        double = S3Double(WORLD, f"{net}.1")
+        cluster = ends.enter_context(machines(MACHINES))
+        double = S3Double(WORLD, cluster.here)
         ends.callback(double.close)
-        enters = [
-            f"ip netns exec {name}m{at} unshare --uts sh -c 'hostname node-{at}; exec \"$@\"' sh"
-            for at in (rank // each for rank in range(WORLD))
-        ]
+        enters = [cluster.entering(rank // each) for rank in range(WORLD)]
         local = {"LOCAL_WORLD_SIZE": str(each)}
         environments = [{**double.environment(r), **local, "LOCAL_RANK": str(r % each)} for r in range(WORLD)]
-        job = Job(environments, list(map(shlex.split, enters)), host=f"{net}.10")
+        job = Job(environments, enters, host=cluster.address(0))
         ends.callback(job.close)
         for at in range(MACHINES):
-            link(name, at, FAST)
+            cluster.limit(at, FAST)
         place = Place(job, double, "links")
         run = place.begin({"kib": 512})
         for _ in range(SEEDS):
             slow = dice.randrange(MACHINES)
-            link(name, slow, SLOW)
+            cluster.limit(slow, SLOW)
             run.save()
-            link(name, slow, FAST)
+            cluster.limit(slow, FAST)
             expected.append((f"machine node-{slow}", "write", "storage"))
         expect(expected, run.found("save"))

@@ -1,6 +1,7 @@
 """Saves, loads and the command on a real HDFS: a NameNode and three DataNodes."""
 
 import ast
+import http.server
 import json
 import os
 import subprocess
@@ -189,6 +190,77 @@ def test_a_report_says_why_parts_were_copied(hdfs, tmp_path):
     site.write_text(site.read_text().replace("</configuration>", off))
     loaded, _, _, *failures = elsewhere(hdfs.hdfs("copied"), 1, HADOOP_CONF_DIR=str(tmp_path))
     assert loaded == 0 and len(failures) == 1 and "WebHDFS is switched off" in failures[0], failures
+
+
+class Login(http.server.BaseHTTPRequestHandler):
+    """A proxy that answers each request with a page."""
+
+    def do_POST(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"login")
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        pass
+
+
+def test_answers_of_others_than_the_namenode_are_not_believed(hdfs, tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Login) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{page.server_port}"
+        # Nothing of a cluster goes through a proxy.
+        proxied = {"HTTP_PROXY": f"http://{address}", "http_proxy": f"http://{address}", "no_proxy": ""}
+        loaded, _, _, *failures = elsewhere(hdfs.hdfs("proxied"), 1, **proxied)
+        assert (loaded, failures) == (0, [])
+        for name in ("core-site.xml", "hdfs-site.xml"):
+            text = (Path(hdfs.environment["HADOOP_CONF_DIR"]) / name).read_text()
+            (tmp_path / name).write_text(text.replace(hdfs.http, address))
+        loaded, _, _, *failures = elsewhere(hdfs.hdfs("answered"), 1, HADOOP_CONF_DIR=str(tmp_path))
+        page.shutdown()
+    assert loaded == 0 and len(failures) == 1 and "not as a NameNode does" in failures[0], failures
+
+
+def test_an_erasure_coding_policy_that_is_written_wrongly_is_refused(hdfs):
+    admin, policy = "org.apache.hadoop.hdfs.tools.ECAdmin", "XOR-2-1-1024k"
+    hdfs.tool(admin, "-enablePolicy", "-policy", policy)
+    hdfs.tool("org.apache.hadoop.fs.FsShell", "-mkdir", f"/{hdfs.bucket}/coded")
+    hdfs.tool(admin, "-setPolicy", "-path", f"/{hdfs.bucket}/coded", "-policy", policy)
+    with pytest.raises(sf.Unsupported, match=f"found {policy}: the client library writes parity"):
+        sf.save(hdfs.hdfs("coded/one"), {"extra": {"x": 1}})
+    assert not files_of(hdfs, "coded")
+
+
+def test_a_storage_policy_is_that_of_all_that_is_saved(hdfs):
+    run = f"{hdfs.hdfs('placed')}?storage_policy=ALL_SSD"
+    with sf.Checkpointer(run, every=sf.steps(1)) as ckpt:
+        ckpt.step(1, {"model": torch.nn.Linear(5, 4)})
+    found = hdfs.tool(
+        "org.apache.hadoop.hdfs.tools.StoragePolicyAdmin",
+        "-getStoragePolicy",
+        "-path",
+        f"/{hdfs.bucket}/placed/step-00000001/COMMIT",
+    )
+    assert "ALL_SSD" in found
+    assert sf.Checkpointer(run).restore({"model": torch.nn.Linear(5, 4)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("storage_policy=FROZEN", "storage_policy=FROZEN was not set: .*FROZEN"),
+        ("replication=1000", "from 1 to 512"),
+        ("block_size=1099511627776", "from 1 to 2147483647"),
+        ("block_size=513", "is less than configured minimum"),
+    ],
+)
+def test_options_that_the_namenode_refuses_are_the_callers(hdfs, options, message):
+    began = time.monotonic()
+    with pytest.raises(sf.Invalid, match=message):
+        sf.save(f"{hdfs.hdfs('options')}?{options}", {"extra": {"x": 1}}, timeout_s=60)
+    assert time.monotonic() - began < 20
 
 
 def test_what_is_made_has_the_permissions_of_the_user(hdfs):

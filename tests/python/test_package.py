@@ -175,7 +175,7 @@ def test_a_wrong_call_is_told_what_was_expected(saved, name):
 
 
 def test_stores_that_are_not_offered(saved):
-    offered = "file://, memory://, az://, gs://, hdfs://, s3://, viewfs://"
+    offered = "file://, memory://, az://, gs://, hdfs://, s3://, keeper://, viewfs://"
     for url in ("ftp://host/run", "nosuch://x"):
         with pytest.raises(sf.Unsupported, match=f"{offered}; found scheme"):
             sf.save(url, state())
@@ -204,7 +204,7 @@ def test_a_closed_checkpointer_saves_no_more(tmp_path):
     for call in (lambda: ckpt.step(2, state()), lambda: ckpt.save(2, state())):
         with pytest.raises(sf.Invalid, match="step 2 cannot be saved: this checkpointer is closed"):
             call()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".telemetry", "step-00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".jobs", ".telemetry", "step-00000001"]
 
 
 def test_an_error_in_the_block_counts_for_more_than_one_of_its_last_save(tmp_path, caplog):

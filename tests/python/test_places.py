@@ -59,7 +59,7 @@ def test_a_relative_run_stays_where_it_was_whatever_the_program_does_then(tmp_pa
     monkeypatch.chdir(tmp_path)
     pending.committed()
     made = sorted(path.name for path in (tmp_path / "a" / "run").iterdir())
-    assert made == [".telemetry", "step-00000001", "step-00000002"]
+    assert made == [".jobs", ".telemetry", "step-00000001", "step-00000002"]
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["one"]
     assert pending.url == str(tmp_path / "b" / "one")
     with sf.mapped("b/one") as checkpoint:
@@ -197,7 +197,7 @@ def test_a_run_is_no_place_for_one_checkpoint(tmp_path):
     with pytest.raises(sf.Invalid, match=said):
         sf.save(tmp_path / "run", {"n": 9})
     command = [COMMAND, "copy", f"{tmp_path}/one", f"{tmp_path}/run"]
-    copied = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    copied = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert copied.returncode != 0
     assert re.search(said, copied.stderr), copied.stderr
     assert sf.Checkpointer(tmp_path / "run").restore({"n": None}) == 2
@@ -457,7 +457,7 @@ def test_what_others_saved_is_named_with_what_to_do(tmp_path):
             with pytest.raises(kind, match=message):
                 call()
         for verb in ("inspect", "ls", "verify"):
-            done = subprocess.run([COMMAND, verb, place], capture_output=True, text=True, timeout=60)
+            done = subprocess.run([COMMAND, verb, place], capture_output=True, text=True, timeout=240)
             assert done.returncode == {sf.NotFound: 3, sf.Invalid: 2}[kind], (verb, place, done.stderr)
             assert re.search(message, done.stderr, re.MULTILINE), (verb, place, done.stderr)
     with pytest.raises(sf.Invalid, match=r"expected a run.*torch\.distributed\.checkpoint"):
@@ -492,7 +492,7 @@ def test_a_commit_that_is_no_file_is_damage_and_not_passed_over(tmp_path, make):
         with pytest.raises(sf.Corrupt, match="COMMIT: expected a file, found something else"):
             call()
     assert sf.Checkpointer(tmp_path).restore(state_of(0), older=True) == 1
-    done = subprocess.run([COMMAND, "ls", tmp_path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([COMMAND, "ls", tmp_path], capture_output=True, text=True, timeout=240)
     assert "unreadable" in done.stdout
     with sf.Checkpointer(tmp_path, keep=sf.last(1)) as ckpt:
         ckpt.save(3, state_of(3))

@@ -157,6 +157,9 @@ def slow_on_one(rank, world, run):
     return began, took_ms
 
 
+STATE_READ = ("describe", "state")  # phase and cause of a verdict
+
+
 def test_the_time_in_which_a_call_reads_the_state_counts(ranks, tmp_path):
     run = str(tmp_path / "run")
     (began, _), (_, took_ms) = ranks(2)(slow_on_one, run)
@@ -166,9 +169,13 @@ def test_the_time_in_which_a_call_reads_the_state_counts(ranks, tmp_path):
     assert 800 <= save["stalled_ms"] <= took_ms and save["staged_ms"] >= 800 and save["ended_ms"] >= 800
     for one in (save, load):
         assert one["phases"]["describe"][1] >= 800 > one["phases"]["describe"][0], one["phases"]
-        (found,) = [verdict for verdict in one["verdicts"] if verdict["phase"] == "describe"]
-        assert (found["subject"], found["cause"]) == ("rank 1", "state") and "state_dict()" in found["text"], found
-        # On a busy machine rank 1 may also call late; the report says so if that cost more time.
+        # On a busy machine a description takes both ranks some time, too (a verdict on all ranks), and a rank that
+        # has no processor meanwhile is held up as well.
+        described = [verdict for verdict in one["verdicts"] if (verdict["phase"], verdict["cause"]) == STATE_READ]
+        (found,) = [verdict for verdict in described if verdict["subject"] == "rank 1"]
+        assert "state_dict()" in found["text"], found
+        assert all(found["lost_ms"] >= verdict["lost_ms"] for verdict in described), described
+        # Rank 1 may also call late; the report says so if that cost more time.
         late = [verdict["lost_ms"] for verdict in one["verdicts"] if verdict["cause"] == "called_late"]
         assert all(lost_ms > found["lost_ms"] for lost_ms in late), one["verdicts"]
 
@@ -180,7 +187,7 @@ torch.distributed.init_process_group("gloo")
 part = {f"part{rank}": torch.full((30_000_000,), rank)}
 pending = sf.save_async(f"{sys.argv[1]}/step-00000001", part, step=1, timeout_s=4)
 phases = {}
-while "agreed" not in phases and "committed" not in phases:
+while "planned" not in phases:  # what it writes then takes some time
     phases = pending.report["phases_ms"]
 if rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -201,7 +208,7 @@ def test_the_record_of_a_save_with_a_stopped_rank_has_what_the_others_did(tmp_pa
         for rank in range(3)
     ]
     for job in started[:2]:
-        job.wait(60)
+        job.wait(240)
     started[2].kill()
     started[2].wait()
     (save,) = reported(run)["saves"]

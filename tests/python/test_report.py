@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -145,6 +146,25 @@ def test_other_programs_read_traces_and_tables(ranks, tmp_path):
     for two in (("--csv", "--json"), ("--csv", "--trace", "x"), ("--json", "--trace", "x"), ("--out", "x", "--csv")):
         refused = command(run, *two)
         assert refused.returncode == 2 and "cannot be used with" in refused.stderr and not refused.stdout, two
+
+
+@pytest.mark.parametrize("option", ["--trace", "--out"])
+def test_a_file_that_cannot_be_written_whole_is_not_left(tmp_path, option):
+    run, out = tmp_path / "run", tmp_path / "out"
+    sf.save(f"{run}/step-00000001", {"x": {"w": torch.ones(10)}}, step=1)
+    until = time.monotonic() + 60
+    while not list(Path(run, ".telemetry").glob("*-save-*.safetensors")) and time.monotonic() < until:
+        time.sleep(0.01)
+
+    def limited():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    failed = subprocess.run([COMMAND, "report", run, option, out], capture_output=True, text=True, preexec_fn=limited)
+    assert failed.returncode and str(out) in failed.stderr and not out.exists(), failed.stderr
+    missing = command(tmp_path / "none", option, out)
+    assert missing.returncode and not out.exists(), missing.stderr
+    assert command(run, option, out).returncode == 0 and out.stat().st_size > 1000
 
 
 EVENTS = """

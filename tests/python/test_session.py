@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import shardfast as sf
 import torch.distributed as dist
-from shardfast import session
+from rank_server import RENDEZVOUS, make_group
+from shardfast import addresses, session
 
 
 def test_one_process_needs_no_process_group():
@@ -65,7 +66,7 @@ def check_budgets(rank, world, directory):
     dist.barrier()
     dist.destroy_process_group()
     os.environ[session.STAGING_BYTES] = "8MiB" if rank == 0 else "lots"
-    dist.init_process_group("gloo", init_method=f"file://{directory}/again", rank=rank, world_size=world)
+    make_group("-again", rank, world)
     for _ in range(2):
         with pytest.raises(sf.Invalid, match="SHARDFAST_STAGING_BYTES='lots': expected a number of bytes"):
             sf.save(f"{directory}/one", {"extra": {"x": 1}}, timeout_s=20)
@@ -75,7 +76,7 @@ def test_each_rank_has_a_budget_and_a_wrong_one_is_told_to_all(ranks, tmp_path):
     ranks(2)(check_budgets, str(tmp_path))
 
 
-def check_meeting(rank, world, directory):
+def check_meeting(rank, world):
     first = session.current(30)
     assert (first.rank, first.world) == (rank, world)
     assert session.current(30) is first
@@ -86,32 +87,33 @@ def check_meeting(rank, world, directory):
         session.current()
     # The same processes, found through the same store, in another order: nothing of the first meeting is left.
     again = (rank + 1) % world
-    dist.init_process_group("gloo", init_method=f"file://{directory}/again", rank=again, world_size=world)
+    make_group("-again", again, world)
     second = session.current(30)
     assert (second.rank, second.world) == (again, world)
     assert second is not first
     return True
 
 
-def test_a_new_process_group_is_a_new_session(ranks, tmp_path):
-    assert ranks(3)(check_meeting, str(tmp_path)) == [True, True, True]
+def test_a_new_process_group_is_a_new_session(ranks):
+    assert ranks(3)(check_meeting) == [True, True, True]
 
 
-def check_kept_store(rank, world, directory):
-    store = dist.FileStore(f"{directory}/kept", world)
+def check_kept_store(rank, world):
+    place = os.environ[RENDEZVOUS].removeprefix("file://")
+    store = dist.FileStore(f"{place}-kept", world)
     session._store = lambda *_: store
     dist.destroy_process_group()
     for number in range(3):
-        dist.init_process_group("gloo", init_method=f"file://{directory}/group-{number}", rank=rank, world_size=world)
+        make_group(f"-{number}", rank, world)
         # Rank 0 comes late: who takes an earlier meeting's message for this one's looks for a session that is gone.
         time.sleep(0.2 if rank == 0 else 0)
-        sf.save(f"{directory}/{number}", {"extra": {"rank": rank}}, timeout_s=10)
+        sf.save(f"{place}-saved-{number}", {"extra": {"rank": rank}}, timeout_s=10)
         dist.barrier()
         dist.destroy_process_group()
 
 
-def test_a_store_that_outlives_the_group_does_not_mislead(ranks, tmp_path):
-    ranks(2)(check_kept_store, str(tmp_path))
+def test_a_store_that_outlives_the_group_does_not_mislead(ranks):
+    ranks(2)(check_kept_store)
 
 
 def check_absence(rank, world):
@@ -157,15 +159,15 @@ def test_a_rank_listens_where_the_others_can_reach_it(monkeypatch, environment, 
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(session, "_route_to", routes.get)
-    assert session._host(4, os.environ.get("MASTER_ADDR", "")) == host
+    monkeypatch.setattr(addresses, "_route_to", routes.get)
+    assert addresses.host(4, os.environ.get("MASTER_ADDR", "")) == host
 
 
 def test_routes_are_found_without_a_packet():
-    assert session._route_to("127.0.0.1") == "127.0.0.1"
-    assert session._route_to("::1") in ("::1", None)
-    assert session._route_to("") is None
-    assert session._route_to("no such host.invalid") is None
+    assert addresses._route_to("127.0.0.1") == "127.0.0.1"
+    assert addresses._route_to("::1") in ("::1", None)
+    assert addresses._route_to("") is None
+    assert addresses._route_to("no such host.invalid") is None
 
 
 def check_tree(rank, world, directory):
@@ -280,7 +282,7 @@ assert (loaded["model"]["weights"] == weights).all()
 
 def test_a_job_without_torch_meets_through_its_environment(job, tmp_path):
     for process in job(5, SAVES, **{session.FANOUT: "2"}):
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     found = {"model": {"weights": np.zeros(1000)}, "extra": {"world": 0}}
     sf.load(tmp_path / "one", found)
@@ -335,7 +337,7 @@ except sf.Error as error:
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_survivors_of_a_killed_rank_say_the_same(job, victim, when):
     processes = job(4, MEETS_ITS_END, VICTIM=str(victim), WHEN=when, **{session.FANOUT: "2"})
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
     told = [
         [line for line in output.splitlines() if line.startswith("raised")]
         for rank, output in enumerate(outputs)

@@ -6,6 +6,8 @@ import pickle
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,7 +16,7 @@ import shardfast as sf
 import torch
 import torch.distributed as dist
 
-SEEDS = 6
+SEEDS = int(os.environ.get("SHARDFAST_STOP_SEEDS", "6"))
 STEPS_MAX = 400
 
 
@@ -131,6 +133,29 @@ def test_a_rank_alone_and_the_handler_that_was_there(tmp_path, handled):
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+def test_a_handler_that_is_set_later_is_called_too(tmp_path, handled):
+    """Trainers set their own when they begin, without a call of the one that was there; some call that."""
+    called = []
+    with sf.Checkpointer(tmp_path / "run", every=sf.steps(100), on_signal=["SIGUSR1", "SIGUSR2"]) as ckpt:
+        ckpt.step(1, state_of(1))
+        signal.signal(signal.SIGUSR1, lambda number, frame: called.append("alone"))
+        ours = signal.getsignal(signal.SIGUSR2)
+
+        def calls_ours(number, frame):
+            called.append("with ours")
+            ours(number, frame)
+
+        signal.signal(signal.SIGUSR2, calls_ours)
+        ckpt.step(2, state_of(2))
+        assert not ckpt.stopping
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ckpt.step(3, state_of(3))
+        assert ckpt.stopping and sorted(called) == ["alone", "with ours"]
+    assert signal.getsignal(signal.SIGUSR2) is calls_ours
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
 def test_a_signal_that_is_repeated_after_the_end_ends_nothing(tmp_path, handled):
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     with sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1") as ckpt:
@@ -187,6 +212,147 @@ def test_the_end_of_a_job_of_slurm_is_known(tmp_path, handled, caplog, monkeypat
             ckpt.step(1, state_of(1))
     said = [record.getMessage() for record in caplog.records]
     assert any(re.search(r"told to stop, in [89][0-9.]* s: all ranks save step 1", text) for text in said), said
+
+
+LATE = """
+import os, signal, sys
+import numpy as np, shardfast as sf
+
+class Late:
+    def __del__(self):  # the interpreter has taken its handlers away by then
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+late = Late()
+with sf.Checkpointer(sys.argv[1], on_signal="SIGUSR1") as ckpt:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    ckpt.step(1, {"model": {"w": np.zeros(4)}})
+    assert ckpt.stopping
+"""
+
+
+def test_a_signal_that_comes_while_the_program_ends_is_ignored(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LATE, tmp_path / "run"], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_a_signal_after_the_last_step_is_for_the_next_checkpointer(tmp_path, handled, caplog):
+    with caplog.at_level(logging.WARNING, "shardfast"):
+        with sf.Checkpointer(tmp_path / "first", on_signal=["SIGUSR1", "SIGTERM"]) as ckpt:
+            ckpt.step(1, state_of(1))
+            os.kill(os.getpid(), signal.SIGUSR1)
+        said = [record.getMessage() for record in caplog.records]
+        assert any("SIGUSR1 came after the last step of this checkpointer" in one for one in said)
+        with sf.Checkpointer(tmp_path / "another", on_signal="SIGTERM") as ckpt:
+            ckpt.step(1, state_of(1))
+            assert not ckpt.stopping, "SIGTERM did not come"
+        with sf.Checkpointer(tmp_path / "second", on_signal=["SIGTERM", "SIGUSR1"]) as ckpt:
+            ckpt.step(1, state_of(1))
+            assert ckpt.stopping
+        with sf.Checkpointer(tmp_path / "third", on_signal="SIGUSR1") as ckpt:
+            ckpt.step(1, state_of(1))
+            assert not ckpt.stopping
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "tomorrow"])
+def test_an_end_that_is_no_time_is_told_of_once(tmp_path, handled, caplog, monkeypatch, text):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", text)
+    ends = tmp_path / "ends"
+    ends.write_text(text)
+    with sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1", within=ends) as ckpt:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with caplog.at_level(logging.WARNING, "shardfast"):
+            ckpt.step(1, state_of(1))
+        assert ckpt.stopping
+    said = [record.getMessage() for record in caplog.records]
+    for name in ("SLURM_JOB_END_TIME", f"within={str(ends)!r}"):
+        assert said.count(f"{name}: expected a time in seconds since 1970, found {text!r}: it is ignored") == 1, said
+    assert any("told to stop: all ranks save step 1" in one for one in said), said
+
+
+def test_a_pipe_that_nobody_writes_to_tells_no_end(tmp_path, handled):
+    os.mkfifo(tmp_path / "ends")
+    with sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1", within=tmp_path / "ends") as ckpt:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ckpt.step(1, state_of(1))
+        assert ckpt.stopping
+
+
+def test_the_end_may_stand_in_a_file_by_then(tmp_path, handled, caplog):
+    ends = tmp_path / "ends"
+    with sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1", within=ends) as ckpt:
+        ends.write_text(f"{time.time() + 90}\n")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with caplog.at_level(logging.WARNING, "shardfast"):
+            ckpt.step(1, state_of(1))
+    said = [record.getMessage() for record in caplog.records]
+    assert any(re.search(r"told to stop, in [89][0-9.]* s: all ranks save step 1", text) for text in said), said
+
+
+class Moments:
+    """Sends the signal to this rank from within what Shardfast or the training does."""
+
+    def __init__(self, moment: str, is_told: bool) -> None:
+        self.moment, self.is_told, self.sent = moment, is_told, False
+
+    def come(self, moment: str) -> None:
+        if moment == self.moment and self.is_told and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def state_dict(self) -> dict:
+        self.come("in a save")
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.come("in a load")
+
+
+def is_told_within(rank, world, run, moment, told):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    moments = Moments(moment, rank == told)
+    state = {"model": model, "optimizer": optimizer, "extra": {"moments": moments}}
+    ckpt = sf.Checkpointer(run, every=sf.steps(2), on_signal="SIGUSR1")
+    first = ckpt.restore(state)
+    model.register_forward_hook(lambda *_: moments.come("in the forward pass"))
+    optimizer.register_step_pre_hook(lambda *_: moments.come("in the optimizer"))
+    for step in range(first + 1, first + 50):
+        dist.barrier()
+        loss = model(torch.ones(2, 6)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ckpt.step(step, state)
+        if ckpt.stopping or (moment == "in close" and step == first + 3):
+            break
+    moments.come("in close")
+    ckpt.close()
+    again = sf.Checkpointer(run)
+    kept = torch.nn.Linear(6, 6)
+    assert again.restore({**state, "model": kept, "optimizer": torch.optim.AdamW(kept.parameters())}) == step
+    again.close()
+    assert torch.equal(kept.weight, model.weight)
+    return step - first
+
+
+MOMENTS = ["in a load", "in the forward pass", "in the optimizer", "in a save", "in close"]
+
+
+@pytest.mark.parametrize("told", [0, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_within_what_is_done(ranks, tmp_path, moment, told):
+    run = str(tmp_path / "run")
+    torch.manual_seed(1)
+    model = torch.nn.Linear(6, 6)
+    state = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "extra": {"moments": Moments("", False)},
+    }
+    sf.save(f"{run}/step-00000003", state, step=3)
+    steps = ranks(3)(is_told_within, run, moment, told)
+    assert len(set(steps)) == 1 and steps[0] <= 8, steps
 
 
 @pytest.mark.parametrize(

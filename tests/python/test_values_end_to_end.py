@@ -309,7 +309,7 @@ def test_pickles_by_the_word_only(ranks, tmp_path):
     url = str(tmp_path / "one")
     ranks(2)(check_pickles, url)
     program = Path(sys.executable).with_name("shardfast")
-    done = subprocess.run([program, "inspect", url], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program, "inspect", url], capture_output=True, text=True, timeout=240)
     assert "pickle" in done.stdout, "whoever looks is told"
 
 

@@ -102,7 +102,7 @@ def test_a_watch_says_each_begin_and_end_once_until_it_is_interrupted(tmp_path):
         assert " UTC resolved failed: step 2: " in line, line
         time.sleep(0.3)
         watch.send_signal(signal.SIGINT)
-        out, err = watch.communicate(timeout=60)
+        out, err = watch.communicate(timeout=240)
         assert (watch.returncode, out, err) == (-signal.SIGINT, "", "")
 
 
@@ -122,7 +122,7 @@ def test_a_watch_ends_when_nobody_reads_it(tmp_path):
     with watching(run) as watch:
         watch.stdout.close()
         fails(run, 1)
-        assert watch.wait(60) == 0
+        assert watch.wait(240) == 0
 
 
 def test_a_run_that_is_away_for_a_while_is_said_once(tmp_path):
@@ -137,7 +137,7 @@ def test_a_run_that_is_away_for_a_while_is_said_once(tmp_path):
         fails(run, 1)
         assert "firing failed" in watch.stdout.readline()
         watch.send_signal(signal.SIGINT)
-        assert watch.communicate(timeout=60)[1] == ""
+        assert watch.communicate(timeout=240)[1] == ""
 
 
 JOB = """

@@ -42,6 +42,7 @@ class Terminal:
         self.socket = str(place / f"terminal-{free_ports(1)}")
         self._tmux("new-session", "-d", "-x", str(columns), "-y", str(rows), "sleep 600")
         self._tmux("set-option", "-g", "remain-on-exit", "on")
+        self._tmux("set-option", "-g", "remain-on-exit-format", "")  # its line would push the first one off the screen
         self._tmux("set-option", "-g", "window-size", "manual")
         # tmux itself loses the status of some commands.
         told = ["sh", "-c", 'trap : INT; "$@"; echo "exit status $?"', "sh"]

@@ -13,8 +13,8 @@ WHOLE = re.compile(r"^pytestmark = .*campaign", re.MULTILINE)
 TEST = re.compile(r"^(?:async )?def test_", re.MULTILINE)
 
 FOLDERS = (
-    *("browser", "frameworks", "gpu", "megatron", "mounted", "nfs", "python", "reader", "receivers", "structure"),
-    "wheel",
+    *("browser", "frameworks", "gpu", "kubernetes", "megatron", "mounted", "nfs", "python", "reader", "receivers"),
+    *("structure", "wheel"),
 )
 RUN_BY = tuple(f"tests/{name}/" for name in FOLDERS)
 """Folders whose files `test_*.py` a step runs; tests/gpu needs a device."""

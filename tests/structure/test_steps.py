@@ -44,8 +44,9 @@ def test_a_step_that_fails_is_named_at_once_and_the_others_end(tmp_path, capfd):
     }
     printed = capfd.readouterr().out
     assert printed.index("--- fails: FAILED") < printed.index("--- goes on: passed")
-    assert printed.rstrip().endswith("FAILED: fails, needs it, needs that")
-    assert printed.count("FAILED tests/x.py::test_y") == 2, "at its end, and once more at the end of all"
+    assert "FAILED: fails, needs it, needs that\n" in printed
+    assert printed.rstrip().endswith("=== tests that failed\nFAILED tests/x.py::test_y")
+    assert printed.count("FAILED tests/x.py::test_y") == 3, "at its end, before the table and after it"
     assert "never" not in printed
 
 

@@ -191,7 +191,7 @@ pub(crate) enum Command {
     Pin {
         /// A checkpoint or a run
         url: String,
-        /// Reason for the pin, shown by inspect
+        /// Reason for the pin, shown by `shardfast ls`
         #[arg(long, default_value = "")]
         note: String,
         /// Remove the pin instead
@@ -213,12 +213,56 @@ pub(crate) enum Command {
     /// Say how often a job should save, from its size, its rates and how often it fails; reads nothing
     #[command(after_help = EXIT_CODES)]
     Interval(Question),
+    /// Keep checkpoints of a run in this machine's memory, or look at the process that does
+    #[command(after_help = EXIT_CODES)]
+    Keeper {
+        #[command(subcommand)]
+        asked: Keeping,
+    },
     /// Say what saves and loads will use on this machine, what is missing, and what follows from it
     #[command(after_help = EXIT_CODES)]
     Doctor {
         /// Place where checkpoints will be saved; a small file is written there and removed
         #[arg(default_value = ".")]
         path: String,
+    },
+}
+
+/// A request about the keeper of a run on this machine.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Keeping {
+    /// Start a keeper in the background, unless one runs: a process that outlives the training
+    Start {
+        /// Path or URL of a run
+        url: String,
+        /// Time without a process that uses it, such as 10m, after which it sends what only it has to the run's own
+        /// place, and ends
+        #[arg(long, value_name = "TIME", default_value = "10m", value_parser = time, allow_hyphen_values = true)]
+        linger: f64,
+    },
+    /// Be a keeper, until it was not used for as long as it lingers
+    Run {
+        /// Path or URL of a run
+        url: String,
+        /// Time without a process that uses it, as for `start`
+        #[arg(long, value_name = "TIME", default_value = "10m", value_parser = time, allow_hyphen_values = true)]
+        linger: f64,
+        /// Have a session of its own
+        #[arg(long, hide = true)]
+        detached: bool,
+    },
+    /// Say what the keeper has, and how much room there is
+    Status {
+        /// Path or URL of a run
+        url: String,
+    },
+    /// Have the keeper send what only it has to the run's own place, and end
+    Leave {
+        /// Path or URL of a run
+        url: String,
+        /// Time to wait for its end
+        #[arg(long, value_name = "TIME", default_value = "10m", value_parser = time, allow_hyphen_values = true)]
+        within: f64,
     },
 }
 

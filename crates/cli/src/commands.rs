@@ -1,5 +1,6 @@
 //! The commands: each calls the engine and prints the results.
 
+use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,12 +19,18 @@ use crate::args::{Command, Watching};
 use crate::doctor::{Host, Report};
 use crate::outcome::{Outcome, outcome};
 use crate::text::{bar, count, plain, size};
-use crate::{FINE, FOUND, describe, exit_code, interval, report, top, watch};
+use crate::{FINE, FOUND, describe, exit_code, interval, keeper, report, top, watch};
 
 /// Width of a progress bar: beside its figures it fits into 80 columns.
 const BAR_CELLS: usize = 30;
 
-pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl FnOnce() -> Host) -> Result<Outcome> {
+pub(crate) fn run(
+    command: Command,
+    is_json: bool,
+    timeout: Timeout,
+    me: &[OsString],
+    host: impl FnOnce() -> Host,
+) -> Result<Outcome> {
     let timeout = &timeout;
     let engine = || Engine::waiting(timeout.clone());
     match command {
@@ -75,10 +82,7 @@ pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl 
             let exit_code = synced.failed.first().map_or(FINE, |failed| exit_code(failed.kind));
             Ok(outcome(describe::synced(&synced), &synced, exit_code))
         }
-        Command::Report { url, step, csv: true, .. } => {
-            let text = shardfast_telemetry::csv(&url, step, timeout)?;
-            Ok(Outcome { text, json: String::new(), exit_code: FINE })
-        }
+        Command::Report { url, step, csv: true, .. } => csv_command(&url, step, timeout),
         Command::Report { url, step, out, trace, storage, .. } => {
             report_command(&url, step, storage.as_deref(), out, trace, timeout)
         }
@@ -112,6 +116,7 @@ pub(crate) fn run(command: Command, is_json: bool, timeout: Timeout, host: impl 
             let answer = interval::answer(&asked)?;
             Ok(outcome(answer.text(), &answer, FINE))
         }
+        Command::Keeper { asked } => keeper::run(asked, me),
         Command::Doctor { path } => {
             let report = Report::new(&examine(&path)?, host());
             let exit_code = if report.is_usable() { FINE } else { FOUND };
@@ -127,6 +132,12 @@ fn watch_command(asked: &Watching, is_json: bool, timeout: &Timeout) -> Result<O
     }
     let firing = watch::once(asked, timeout)?;
     Ok(outcome(firing.text(), &firing, firing.exit_code()))
+}
+
+/// Prints rows for other programs.
+fn csv_command(url: &str, step: Option<u64>, timeout: &Timeout) -> Result<Outcome> {
+    let text = shardfast_telemetry::csv(url, step, timeout)?;
+    Ok(Outcome { text, json: String::new(), exit_code: FINE })
 }
 
 fn report_command(
@@ -159,16 +170,24 @@ fn verify_command(url: &str, all: bool, stored: bool, timeout: &Timeout) -> Resu
         (describe::located(&located), vec![located.url])
     };
     let engine = Engine::waiting(timeout.clone());
-    let mut checkpoints = Vec::with_capacity(urls.len());
-    for url in &urls {
+    let (mut checkpoints, mut left) = (Vec::with_capacity(urls.len()), Vec::new());
+    // What it was found to lack may be what retention has deleted meanwhile.
+    let has_left = |at: &String| -> Result<bool> { Ok(all && !locate_all(url, timeout)?.contains(at)) };
+    for at in &urls {
         let progress = Progress::new("verified");
-        let report: VerifyReport = verify(&engine, url, &|done, total| progress.show(done, total))?;
+        let report: Result<VerifyReport> = verify(&engine, at, &|done, total| progress.show(done, total));
         drop(progress);
+        if !report.as_ref().is_ok_and(VerifyReport::is_sound) && has_left(at)? {
+            text += &format!("{}: it left the run while it was verified\n", plain(at));
+            left.push(at.clone());
+            continue;
+        }
+        let report = report?;
         text += &describe::report(&report);
         checkpoints.push(report);
     }
     let sound = checkpoints.iter().all(VerifyReport::is_sound);
-    Ok(outcome(text, &Verified { sound, checkpoints }, if sound { FINE } else { FOUND }))
+    Ok(outcome(text, &Verified { sound, checkpoints, left }, if sound { FINE } else { FOUND }))
 }
 
 fn opened(url: &str, timeout: &Timeout) -> Result<(Located, Checkpoint)> {
@@ -190,6 +209,8 @@ struct Inspected<'a> {
 struct Verified {
     sound: bool,
     checkpoints: Vec<VerifyReport>,
+    /// Checkpoints of a run that left it while they were verified.
+    left: Vec<String>,
 }
 
 #[derive(Serialize)]

@@ -8,6 +8,7 @@ mod commands;
 mod describe;
 mod doctor;
 mod interval;
+mod keeper;
 mod outcome;
 mod report;
 mod text;
@@ -21,6 +22,10 @@ use shardfast_engine::{Kind, Timeout};
 
 use args::Arguments;
 pub use doctor::{Finding, Host, Status};
+pub use keeper::{
+    dismiss as dismiss_keeper, process as keeper_process, start_process as start_keeper, users as keeper_users,
+};
+pub use shardfast_tools::drain::memory_place;
 
 /// Exit code if nothing is wrong and nothing differs.
 const FINE: i32 = 0;
@@ -36,8 +41,9 @@ const UNREADABLE: i32 = 4;
 const OTHER: i32 = 5;
 
 /// Runs the command with these arguments, the first of which is its name, and returns its exit code. Prints to the
-/// process's own standard output and error. `host` returns the caller's own findings, if the command reports them.
-pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host) -> i32 {
+/// process's own standard output and error. `me` is the program that runs this command again, with its first arguments;
+/// `host` returns the caller's own findings, if the command reports them.
+pub fn run(args: impl IntoIterator<Item = OsString>, me: &[OsString], host: impl FnOnce() -> Host) -> i32 {
     let arguments = match Arguments::of(args) {
         Ok(arguments) => arguments,
         Err(error) => {
@@ -46,13 +52,15 @@ pub fn run(args: impl IntoIterator<Item = OsString>, host: impl FnOnce() -> Host
             return error.exit_code();
         }
     };
-    let outcome = match commands::run(arguments.command, arguments.json, Timeout::of_call(arguments.timeout.0), host) {
-        Ok(outcome) => outcome,
-        Err(error) => {
-            let _ = writeln!(io::stderr(), "shardfast: {}: {}", error.kind.name(), text::plain_lines(&error.message));
-            return exit_code(error.kind);
-        }
-    };
+    let outcome =
+        match commands::run(arguments.command, arguments.json, Timeout::of_call(arguments.timeout.0), me, host) {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                let _ =
+                    writeln!(io::stderr(), "shardfast: {}: {}", error.kind.name(), text::plain_lines(&error.message));
+                return exit_code(error.kind);
+            }
+        };
     let printed = if arguments.json { outcome.json } else { outcome.text };
     match io::stdout().lock().write_all(printed.as_bytes()).and_then(|()| io::stdout().flush()) {
         // A reader that closes the pipe (`| head`) has read enough.

@@ -1,7 +1,9 @@
 //! The `shardfast` binary.
 
+use std::ffi::OsString;
 use std::process::exit;
 
 fn main() {
-    exit(shardfast_cli::run(std::env::args_os(), Default::default));
+    let me: Vec<OsString> = std::env::current_exe().into_iter().map(Into::into).collect();
+    exit(shardfast_cli::run(std::env::args_os(), &me, Default::default));
 }

@@ -45,8 +45,6 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::net::TcpListener;
-
 use self::hub::ProcessHub;
 use self::pass::Pass;
 pub(crate) use self::pass::same_secret;
@@ -55,7 +53,7 @@ pub use self::tls::Tls;
 use self::workers::Workers;
 use crate::hub as calls;
 use crate::pulse::{BEAT, Pulse};
-use crate::{Absent, Coord, Decide, Error, Meeting, Show, Topology};
+use crate::{Absent, Coord, Decide, Error, Meeting, Ports, Show, Topology};
 
 /// Bytes in flight before the receiver must acknowledge them: bandwidth times delay of a fast network.
 const WINDOW_BYTES: u32 = 16 << 20;
@@ -85,6 +83,8 @@ const KEEP_ALIVE: KeepAlive = KeepAlive { interval: Duration::from_secs(10), tim
 pub struct Membership {
     /// Name or IP address, without a port, at which the other ranks can reach this process.
     pub host: String,
+    /// Ports at which it may listen there.
+    pub ports: Ports,
     /// Rank of this process.
     pub rank: u32,
     /// Tree of the job's ranks, the same on all of them.
@@ -98,6 +98,7 @@ pub struct Membership {
 /// A rank that has not joined yet. If it has children, they can already connect and wait.
 pub struct Place {
     host: String,
+    ports: Ports,
     topology: Topology,
     pass: Pass,
     tls: Option<Tls>,
@@ -116,7 +117,7 @@ struct Listening {
 }
 
 impl Place {
-    /// Opens a rank's place in the tree. A rank with children listens on its host's `port`; 0 lets the system choose.
+    /// Opens a rank's place in the tree. A rank with children listens on its host's `port`; with 0 on one of its ports.
     ///
     /// # Errors
     ///
@@ -127,14 +128,14 @@ impl Place {
     }
 
     fn open_with(membership: Membership, port: u16, keep_alive: KeepAlive) -> Result<Place, Error> {
-        let Membership { host, rank, topology, token, tls } = membership;
+        let Membership { host, ports, rank, topology, token, tls } = membership;
         let pass = Pass::new(rank, &topology, &token)?;
         // An IPv6 address may come in the brackets of a URL.
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let workers = Workers::start()?;
         let hub = Arc::new(ProcessHub::new(&topology, rank));
         workers.spawn(hub::keep_time(Arc::clone(&hub)));
-        let mut place = Place { host, topology, pass, tls, keep_alive, hub, listening: None, workers };
+        let mut place = Place { host, ports, topology, pass, tls, keep_alive, hub, listening: None, workers };
         if !topology.children(rank).is_empty() {
             place.listening = Some(place.listen(port)?);
         }
@@ -142,9 +143,10 @@ impl Place {
     }
 
     fn listen(&self, port: u16) -> Result<Listening, Error> {
-        let host = self.host.clone();
+        let (host, ports) = (self.host.clone(), self.ports.clone());
         let listener = self.workers.run(async move {
-            let listened = TcpListener::bind((host.as_str(), port)).await;
+            let ports = if port == 0 { ports } else { Ports::only(port..=port) };
+            let listened = ports.listen(&host).await;
             let listened = listened.and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
             listened.map_err(|error| {
                 let port = if port == 0 { String::new() } else { format!(", port {port}") };
@@ -216,18 +218,29 @@ impl Place {
                 return Err(Error::Invalid(format!("rank {rank}'s parent is {parent}, it was given {address}")));
             }
         };
-        let Place { host, topology, pass, hub, listening, workers, .. } = self;
+        let Place { host, ports, topology, pass, hub, listening, workers, .. } = self;
         let below = listening.map(|Listening { service, sessions, .. }| {
             service.open(meeting);
             (service, Mutex::new(sessions))
         });
-        Ok(Arc::new(Process { host, rank: pass.rank, world: topology.world(), meeting, hub, below, joined, workers }))
+        Ok(Arc::new(Process {
+            host,
+            ports,
+            rank: pass.rank,
+            world: topology.world(),
+            meeting,
+            hub,
+            below,
+            joined,
+            workers,
+        }))
     }
 }
 
 /// A rank that has joined.
 struct Process {
     host: String,
+    ports: Ports,
     rank: u32,
     world: u32,
     meeting: Meeting,
@@ -256,8 +269,16 @@ impl Coord for Process {
         &self.host
     }
 
+    fn ports(&self) -> Ports {
+        self.ports.clone()
+    }
+
     fn absent(&self, topic: &str) -> Absent {
         if self.workers.here() { self.hub.absent(topic) } else { Absent::default() }
+    }
+
+    fn lost(&self) -> Option<u32> {
+        self.workers.here().then(|| self.hub.lost()).flatten()
     }
 
     fn beats(&self, pulse: &Arc<Pulse>) -> bool {

@@ -47,6 +47,7 @@ mod hub;
 mod local;
 pub mod node;
 pub mod peers;
+mod ports;
 mod pulse;
 mod stopping;
 mod topology;
@@ -58,6 +59,7 @@ use std::time::Duration;
 
 pub use error::{Error, Failure, NOT_CONTRIBUTED, Ranks, SAMPLE_BYTES, SHOWN_BYTES};
 pub use local::{local, local_tree, solo};
+pub use ports::Ports;
 pub use pulse::Pulse;
 pub use stopping::Stopping;
 pub use topology::Topology;
@@ -114,9 +116,19 @@ pub trait Coord: Send + Sync {
     /// Returns the name or address, without a port, at which the other ranks can reach this process.
     fn host(&self) -> &str;
 
+    /// Returns the ports at which this process may listen there.
+    fn ports(&self) -> Ports {
+        Ports::default()
+    }
+
     /// Returns the ranks that a round waits for, as far as this rank knows without a message; none for a round that is
     /// not open here.
     fn absent(&self, topic: &str) -> Absent;
+
+    /// Returns the first rank that was lost, as far as this rank knows.
+    fn lost(&self) -> Option<u32> {
+        None
+    }
 
     /// Beats this pulse until it is dropped; returns whether it does, which takes threads of its own.
     fn beats(&self, _pulse: &Arc<Pulse>) -> bool {

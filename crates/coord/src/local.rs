@@ -163,6 +163,10 @@ impl Coord for Local {
         nodes[self.rank as usize].as_ref().map_or_else(Absent::default, |node| node.absent(topic))
     }
 
+    fn lost(&self) -> Option<u32> {
+        self.nodes.nodes()[self.rank as usize].as_ref().and_then(|node| node.lost())
+    }
+
     fn agree(
         &self,
         topic: &str,

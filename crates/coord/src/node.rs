@@ -372,6 +372,11 @@ impl<W> Node<W> {
         rounds.chain(parent).chain(children).min()
     }
 
+    /// Returns the first rank that was lost, as far as this node knows.
+    pub fn lost(&self) -> Option<u32> {
+        self.lost.as_ref().map(|(rank, _)| *rank)
+    }
+
     /// Returns the ranks that a round waits for, as far as this node knows.
     pub fn absent(&self, topic: &str) -> Absent {
         let mut absent = Absent::default();

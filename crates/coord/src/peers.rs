@@ -65,7 +65,7 @@ pub struct Peers {
 }
 
 impl Joining {
-    /// Listens on a free port at the coordinator's host. `purpose` must be the same on all ranks that are to be
+    /// Listens at the coordinator's host, on one of its ports. `purpose` must be the same on all ranks that are to be
     /// connected, and differ each time.
     ///
     /// Peers on this machine get the descriptor `offered`, if the system can pass it.
@@ -78,7 +78,7 @@ impl Joining {
             Error::Unavailable(format!("rank {rank} cannot listen for its peers at {host}: {error}"))
         };
         let runtime = Builder::new_current_thread().enable_io().enable_time().build().map_err(fail)?;
-        let socket = runtime.block_on(TcpListener::bind((host, 0))).map_err(fail)?;
+        let socket = runtime.block_on(coord.ports().listen(host)).map_err(fail)?;
         let port = socket.local_addr().map_err(fail)?.port();
         let mut address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
         let name: String = nonce().map_err(fail)?.iter().map(|byte| format!("{byte:02x}")).collect();

@@ -44,6 +44,8 @@ struct State {
     /// Whether its thread has ended.
     has_ended: bool,
     at: Option<Result<u64, Error>>,
+    /// Loss of a rank before any rank was told to stop.
+    lost: Option<Error>,
 }
 
 impl Stopping {
@@ -94,13 +96,19 @@ impl Stopping {
                 Err(_) if self.state().is_over => None,
                 // Another rank has ended the agreement: rank 0 comes only after a rank was told to stop.
                 Err(Error::Missing { ranks, .. }) if ranks.contains(&0) => None,
-                Err(Error::Lost { .. }) => None,
+                Err(error @ Error::Lost { .. }) => {
+                    self.state().lost = Some(error);
+                    None
+                }
                 done => Some(done),
             };
         }
         match self.come("told", FOREVER) {
             Ok(()) | Err(Error::Missing { .. }) if !self.state().is_over => Some(self.come("stop", self.deadline)),
-            _ => None,
+            outcome => {
+                self.state().lost = outcome.err().filter(|error| matches!(error, Error::Lost { .. }));
+                None
+            }
         }
     }
 
@@ -173,7 +181,11 @@ impl Stopping {
 
     /// Returns why the ranks could not agree after one was told, if so.
     pub fn failure(&self) -> Option<Error> {
-        self.state().at.clone()?.err()
+        let state = self.state();
+        match &state.at {
+            Some(at) => at.clone().err(),
+            None => state.lost.clone().filter(|_| state.is_told),
+        }
     }
 
     /// Ends the agreement: nobody is told any more. Ranks that wait for it end it, too. Does not wait.

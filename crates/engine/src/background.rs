@@ -14,6 +14,9 @@ use crossbeam_channel::{Sender, unbounded};
 /// Half of an ordinary thread's share of a core.
 const NICE: i32 = 3;
 
+/// Smallest share of a core that a thread can have.
+const LEAST: i32 = 19;
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Does `run` on a thread of its own; `unable` when there is no thread for it.
@@ -63,4 +66,9 @@ pub fn take_less() {
     // The whole job may run at a nice value.
     let own = rustix::process::getpriority_process(None).unwrap_or(0);
     let _ = rustix::process::setpriority_process(None, own + NICE);
+}
+
+/// Gives this thread, and those that it makes, what the others leave of the cores.
+pub fn take_least() {
+    let _ = rustix::process::setpriority_process(None, LEAST);
 }

@@ -349,10 +349,15 @@ fn hash(what: &str, attempt: u32) -> CallHash {
     hash
 }
 
-/// Returns the error of a call that had failed on the other ranks before this rank made it.
-pub(crate) fn too_late(what: &str, rank: u32, waited: Duration) -> Error {
+/// Returns the error of a call that had failed on the other ranks before this rank made it, for which they would have
+/// waited until the deadline.
+pub(crate) fn too_late(what: &str, rank: u32, waited: Duration, deadline: Duration) -> Error {
     let verb = verb(what);
-    let message = format!("{what}: rank {rank} called {verb} too late: the other ranks waited {waited:?} for it");
+    let why = match waited < deadline {
+        true => ", until one of them was interrupted or its own timeout was over",
+        false => "",
+    };
+    let message = format!("{what}: rank {rank} called {verb} too late: the other ranks waited {waited:?} for it{why}");
     Error::new(Kind::Unavailable, message)
 }
 

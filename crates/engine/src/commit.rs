@@ -6,9 +6,9 @@
 //! 2. Rank 0 checks that every element of every leaf was written exactly once.
 //! 3. It writes the manifest (and a Hugging Face index where all tensors of a key are whole) under names of this
 //!    attempt, durable, and checks that they and all ranks' data files exist.
-//! 4. It publishes `COMMIT`, which holds the manifest's name, length and SHA-256, create-if-absent: of two attempts at
-//!    one checkpoint the first wins and the second gets `Conflict`. Only now does the checkpoint exist. If files
-//!    vanished while it was published, rank 0 removes it.
+//! 4. If no newer [job](crate::jobs) saves into the run, it publishes `COMMIT`, which holds the manifest's name, length
+//!    and SHA-256, create-if-absent: of two attempts at one checkpoint the first wins and the second gets `Conflict`.
+//!    Only now does the checkpoint exist. If files vanished while it was published, rank 0 removes it.
 //! 5. The outcome goes to every rank, and with it Shardfast's own notes of the checkpoint. A rank that loses rank 0
 //!    before the outcome arrives looks for its attempt's `COMMIT` itself, and makes its name durable.
 //!
@@ -81,10 +81,22 @@ pub(crate) fn commit(
         let prepare = || prepare(store, destination, &commit, &manifest, &manifest_bytes);
         let files = files_and_manifest(&manifest, &commit);
         let prepared = retry(patience, prepare).and_then(|()| still_there(store, &files, patience));
+        let prepared = prepared.and_then(|()| expect_newest_job(operation, destination, patience, progress, false));
         let prepared = prepared.and_then(|()| operation.expect_young(PUBLISH_MAX));
         published = prepared.is_ok();
         let outcome = prepared.and_then(|()| publish(store, &commit, patience.at_most(PUBLISH_MAX)));
         let outcome = outcome.and_then(|()| take_back_if_hollow(store, &files, patience));
+        let outcome = outcome.and_then(|()| {
+            let overtaken = expect_newest_job(operation, destination, patience, progress, true);
+            overtaken.map_err(|error| match retry(patience, || Ok(store.delete(COMMIT)?)) {
+                Ok(()) => error,
+                // The checkpoint stays, and with it all its files.
+                Err(kept) => {
+                    let message = format!("{}; its COMMIT cannot be removed: {kept}", error.message);
+                    Error::new(Kind::Unavailable, message)
+                }
+            })
+        });
         if outcome.as_ref().is_err_and(|error| !published || error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
         }
@@ -114,6 +126,23 @@ pub(crate) fn commit(
             _ => Err(Failed { error: failed.error, nothing_published: false }),
         },
     }
+}
+
+/// Checks that no newer job saves into the run of this checkpoint, if this job has begun to save there; once it is
+/// published, that no newer job goes on from an earlier one.
+fn expect_newest_job(
+    operation: &Operation,
+    destination: &Destination,
+    patience: Patience<'_>,
+    progress: &Progress,
+    is_published: bool,
+) -> Result<()> {
+    let engine = &operation.engine;
+    let run = shardfast_store::split(&destination.url).map(|(run, _)| run).unwrap_or_default();
+    let Some(job) = engine.jobs.find(&run) else { return Ok(()) };
+    let store = engine.observed_store(&run, &operation.deadline().into(), &progress.shared.observed);
+    let store = store.as_deref().map_err(Error::clone);
+    job.may_commit(store, &run, (destination.step, is_published), patience)
 }
 
 /// Returns the notes that Shardfast itself made, by the prefix of their names.

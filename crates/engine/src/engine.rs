@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use shardfast_coord::Coord as Ranks;
-use shardfast_format::Catalog;
+use shardfast_format::{Catalog, sha256};
 use shardfast_plan::Write;
 use shardfast_store::Store;
 use shardfast_transfer::Accelerators;
@@ -17,6 +17,7 @@ use shardfast_transfer::timeout::Timeout;
 
 use crate::background::Background;
 use crate::calls::Calls;
+use crate::jobs::{Job, Jobs};
 use crate::listen::Listener;
 use crate::plans;
 
@@ -66,6 +67,8 @@ pub struct Engine {
     /// Function of the world's size that returns a rank's pause before its first request; tests have another.
     pub(crate) spread: fn(u32) -> Duration,
     pub(crate) calls: Arc<Calls>,
+    /// Numbers of this job in the runs into which it saves.
+    pub(crate) jobs: Jobs,
     /// Listener to its saves and loads.
     pub(crate) listener: OnceLock<Arc<dyn Listener>>,
     /// Timeout of calls without a deadline.
@@ -91,6 +94,16 @@ impl Engine {
         let staging = Staging::at_least(staging_bytes_default(1));
         let accelerators = Accelerators::new(&staging);
         Engine::on(shardfast_coord::solo(), staging, accelerators, timeout)
+    }
+
+    /// Makes an engine like [`waiting`](Engine::waiting) with at most `staging_bytes` of staging memory.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
+    pub fn waiting_with(timeout: Timeout, staging_bytes: u64) -> Result<Arc<Engine>> {
+        let staging = Staging::new(staging_bytes)?;
+        let accelerators = Accelerators::new(&staging);
+        Ok(Engine::on(shardfast_coord::solo(), staging, accelerators, timeout))
     }
 
     pub(crate) fn with(coord: Arc<dyn Ranks>, staging: Arc<Staging>) -> Arc<Engine> {
@@ -121,6 +134,7 @@ impl Engine {
             save_max: SAVE_MAX,
             spread,
             calls: Arc::default(),
+            jobs: Jobs::default(),
             listener: OnceLock::new(),
             timeout,
         })
@@ -129,6 +143,11 @@ impl Engine {
     /// Returns an engine of the same ranks that has its own staging memory and remembers nothing.
     pub fn with_staging(&self, staging: Arc<Staging>) -> Arc<Engine> {
         Engine::with(Arc::clone(&self.coord), staging)
+    }
+
+    /// Returns the job of these ranks in the run at `url`, as rank 0 knows it; `None` if it has not begun there.
+    pub fn job(&self, url: &str) -> Option<Job> {
+        self.jobs.find(url)
     }
 
     /// Returns the staging memory that saves and loads share.
@@ -181,6 +200,16 @@ impl Engine {
     /// Returns the name or address at which the other ranks can reach this process.
     pub fn host(&self) -> &str {
         self.coord.host()
+    }
+
+    /// Returns the first and the last port at which a process of this rank may listen; `None` if any.
+    pub fn ports(&self) -> Option<(u16, u16)> {
+        self.coord.ports().range()
+    }
+
+    /// Returns a key for that purpose, which only the ranks of this meeting can compute.
+    pub fn key(&self, purpose: &str) -> [u8; 32] {
+        sha256(&[&self.meeting()[..], purpose.as_bytes()].concat())
     }
 
     /// Returns this rank's number.

@@ -54,7 +54,8 @@ impl Layout {
         earlier: &[FileShape],
         data_at: u64,
     ) -> Result<Layout> {
-        let (rank, attempt, limits) = (operation.engine.rank(), operation.attempt(), operation.engine.file_limits);
+        let (rank, attempt, mut limits) = (operation.engine.rank(), operation.attempt(), operation.engine.file_limits);
+        limits.data_bytes = limits.data_bytes.min(state.file_bytes_max.unwrap_or(u64::MAX));
         let leaves = &state.catalog.leaves;
         let mut by_key: BTreeMap<&str, Vec<Write>> = BTreeMap::new();
         for write in writes {

@@ -107,7 +107,7 @@ impl Listened {
         let Some(number) = number else {
             // Ranks that did not meet in it do not meet behind it.
             if engine.rank() == 0 {
-                listening.collected(came, Vec::new(), Vec::new(), &report);
+                listening.collected(came, engine.coord.lost().into_iter().collect(), Vec::new(), &report);
             }
             return;
         };

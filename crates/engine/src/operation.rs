@@ -216,12 +216,15 @@ impl Operation {
                 Coord::Missing { ranks, sample, waited, .. } if ranks.contains(&own) => {
                     self.call.left_out(own, &ranks);
                     if sample.starts_with(&hash) || !self.call.take_next() {
-                        return Err(self.fail_unmatched(too_late(&self.call.id().what, own, waited)));
+                        return Err(self.fail_unmatched(too_late(&self.call.id().what, own, waited, self.deadline)));
                     }
                     is_late = true;
                 }
                 Coord::Missing { ranks, silent, waited, .. } => {
-                    let not_called = self.call.not_called(&ranks, &silent, waited);
+                    let mut not_called = self.call.not_called(&ranks, &silent, waited);
+                    if !silent.is_empty() {
+                        not_called.message += &format!("; rank {own} is at {}", self.engine.host());
+                    }
                     return Err(Failed { decided: false, ..self.fail_unmatched(not_called) });
                 }
                 Coord::Failed { failures, more, .. }

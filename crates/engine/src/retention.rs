@@ -27,6 +27,7 @@ use shardfast_transfer::timeout::{TIMEOUT, Timeout};
 use crate::commit;
 use crate::contents;
 use crate::files_exist::{self, is_there};
+use crate::jobs::Job;
 use crate::runs;
 
 /// Prefix of the notes of metrics.
@@ -88,6 +89,8 @@ type Metrics = BTreeMap<String, f64>;
 pub struct Retention {
     url: String,
     keep: Keep,
+    /// Job that deletes; `None` for a command.
+    job: Option<Job>,
     /// Time for which a round waits for storage that does not answer.
     within: Duration,
     /// Opened with the first round.
@@ -99,7 +102,7 @@ pub struct Retention {
 impl Retention {
     /// Makes the retention of the run at `url`. Reads nothing yet.
     pub fn new(url: &str, keep: Keep) -> Retention {
-        Retention { url: url.to_owned(), keep, within: TIMEOUT, store: None, metrics: HashMap::new() }
+        Retention { url: url.to_owned(), keep, job: None, within: TIMEOUT, store: None, metrics: HashMap::new() }
     }
 
     /// Makes a retention like [`new`](Self::new) with a store that is already open at the run.
@@ -110,6 +113,16 @@ impl Retention {
     /// Returns the same retention, each round of which fails once no request has succeeded for `within`.
     pub fn within(self, within: Duration) -> Retention {
         Retention { within, ..self }
+    }
+
+    /// Deletes from now on only while that job is the newest of the run; `None`: whichever that is.
+    pub fn begin(&mut self, job: Option<Job>) {
+        self.job = job;
+    }
+
+    /// Checks that no newer job saves into the run.
+    fn expect_newest(&self, store: &dyn Store, timeout: &Timeout) -> Result<()> {
+        self.job.as_ref().map_or(Ok(()), |job| job.expect_newest(store, &self.url, timeout))
     }
 
     fn store(&mut self, timeout: &Timeout) -> Result<Arc<dyn Store>> {
@@ -127,9 +140,18 @@ impl Retention {
     /// checkpoint with a foreign file in its directory stays, and so does a link to a directory elsewhere.
     ///
     /// # Errors
-    /// As [`runs::list`]; the store's errors; `Corrupt`, and nothing is taken back, when the newest one cannot be
-    /// opened: the older ones may be the only good ones. Checkpoints taken back before an error stay so.
+    /// As [`runs::list`]; the store's errors; `Conflict` when a newer job saves into the run; `Corrupt`, and nothing is
+    /// taken back, when the newest one cannot be opened: the older ones may be the only good ones. Checkpoints taken
+    /// back before an error stay so.
     pub fn retain(&mut self, made: &[u64]) -> Result<Retained> {
+        self.retain_beside(made, &BTreeSet::new())
+    }
+
+    /// Performs the first round like [`retain`](Self::retain), and keeps these steps as well.
+    ///
+    /// # Errors
+    /// As [`retain`](Self::retain).
+    pub fn retain_beside(&mut self, made: &[u64], held: &BTreeSet<u64>) -> Result<Retained> {
         let mut retained = Retained::default();
         if self.keep.is_nothing() {
             return Ok(retained);
@@ -145,10 +167,12 @@ impl Retention {
         // Of a save that has begun since, or of another training.
         let later = |step: &u64| made.last().is_some_and(|last| step > last) && !made.contains(step);
         kept.extend(committed.iter().map(|(step, _)| *step).filter(later));
+        kept.extend(held);
         let unkept: Vec<&(u64, Commit)> = committed.iter().filter(|(step, _)| !kept.contains(step)).collect();
         let (Some((newest, _)), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
         expect_complete(&*store, &self.url, *newest, timeout)?;
         for (step, record) in unkept {
+            self.expect_newest(&*store, timeout)?;
             let dir = step_dir(*step);
             let is_link = entries.iter().any(|entry| entry.name == dir && entry.is_link);
             let stays = match is_link {
@@ -166,11 +190,27 @@ impl Retention {
         Ok(retained)
     }
 
+    /// Returns the committed steps that a rule keeps, the newest among them; all if there is no rule.
+    ///
+    /// # Errors
+    /// As [`runs::list`]; the store's errors.
+    pub fn wanted(&mut self) -> Result<BTreeSet<u64>> {
+        let timeout = &Timeout::of_call(self.within);
+        let store = self.store(timeout)?;
+        let (steps, _) = runs::list_in(&*store, &self.url, timeout)?;
+        let committed = steps.into_iter().filter_map(|step| Some((step.step, step.commit.ok()??)));
+        let committed: Vec<(u64, Commit)> = committed.collect();
+        if self.keep.is_nothing() {
+            return Ok(committed.into_iter().map(|(step, _)| step).collect());
+        }
+        self.kept(&*store, &committed, timeout)
+    }
+
     /// Performs the second round, for these steps, or for all that are marked as leaving: deletes the files of
     /// checkpoints that were taken back. Returns the steps of which it deleted any.
     ///
     /// # Errors
-    /// The store's errors; the round can be repeated.
+    /// The store's errors; the round can be repeated. `Conflict` when a newer job saves into the run.
     pub fn clear(&mut self, steps: Option<&[u64]>) -> Result<Vec<u64>> {
         let timeout = &Timeout::of_call(self.within);
         let store = self.store(timeout)?;
@@ -180,6 +220,7 @@ impl Retention {
         };
         let mut cleared = Vec::new();
         for step in leaving {
+            self.expect_newest(&*store, timeout)?;
             if clear(&*store, &step_dir(step), timeout)? {
                 cleared.push(step);
             }

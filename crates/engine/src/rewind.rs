@@ -23,6 +23,8 @@ use shardfast_transfer::timeout::Timeout;
 use crate::commit::COMMIT_BYTES_MAX;
 use crate::contents::{self, Contents};
 use crate::engine::Engine;
+use crate::jobs::{Jobs, history_end, is_nearer};
+use crate::levels;
 use crate::retention;
 use crate::runs::{self, Step};
 
@@ -41,17 +43,29 @@ pub struct Rewound {
 }
 
 /// Moves the committed checkpoints of the run at `url` whose step is `from` or higher out of its way, to a run of their
-/// own below it. None of it is read, so damaged ones move, too.
+/// own below it. None of it is read, so damaged ones move, too. If there are such, a job that saves there is overtaken,
+/// as by another job: its next save is refused, so that it does not put later steps into the run again.
 ///
 /// # Errors
-/// `NotFound` when no run is there; `Invalid` where a step is a link, or holds files that are not a checkpoint's;
+/// `NotFound` when no run is there; `Invalid` where a step is a link, or holds files that are not a checkpoint's, and
+/// for the nearer place of a run;
 /// `Conflict` where a step is saved again meanwhile; the store's errors. Steps that moved before the error have moved;
 /// it can be made again.
 pub fn rewind(url: &str, from: u64, timeout: &Timeout) -> Result<Rewound> {
-    rewind_in(&*runs::store(url, timeout)?, url, from, timeout)
+    let store = runs::store(url, timeout)?;
+    if is_nearer(&*store, timeout.into())? {
+        return Err(Error::invalid(format!(
+            "rewind {url}: this is the place of a run on a local disk, and the run's own place decides what of it \
+             counts: use Checkpointer(..., local=..., rewind=True) and restore(state, step=...)"
+        )));
+    }
+    if runs::list_in(&*store, url, timeout)?.0.iter().any(|step| step.step >= from && step.is_committed()) {
+        Jobs::default().begin(&*store, url, (&shardfast_coord::solo().meeting().0, from), timeout)?;
+    }
+    rewind_in(&*store, url, from, timeout)
 }
 
-/// Rewinds like [`rewind()`] in a store that is open.
+/// Rewinds like [`rewind()`] in a store that is open. No job is overtaken.
 ///
 /// # Errors
 /// As [`rewind()`].
@@ -65,11 +79,21 @@ pub fn rewind_in(store: &dyn Store, url: &str, from: u64, timeout: &Timeout) -> 
 
 /// Ensures that a training whose next step is `step` may save into the run at `url`: that this holds no committed
 /// checkpoint of that step or a later one, which the training would not have made. With `rewind` those move out of the
-/// way. Every rank of the engine must call it.
+/// way. Makes the engine's job the newest of the run, as [`jobs`](crate::jobs) describes. If the run has the nearer
+/// place `near`, all of that holds there too, with its own flag in place of `rewind`; what [does not
+/// count](crate::levels) there moves out of the way anyhow. Returns what moved in each place. Every rank of the engine
+/// must call it.
 ///
 /// # Errors
-/// The same on every rank: `Conflict`, with what to do, if there are such checkpoints; as [`rewind()`].
-pub fn begin(engine: &Arc<Engine>, url: &str, step: u64, rewind: bool, deadline: Duration) -> Result<Option<Rewound>> {
+/// The same on every rank: `Conflict`, with what to do, if there are such checkpoints, or another job begins at the
+/// same moment; as [`rewind()`].
+pub fn begin(
+    engine: &Arc<Engine>,
+    (url, near): (&str, Option<(&str, bool)>),
+    step: u64,
+    rewind: bool,
+    deadline: Duration,
+) -> Result<Vec<Rewound>> {
     let operation = engine.begin(format!("begin {url} at step {step}"), deadline);
     operation.agree("open", Ok((step, rewind)), |ranks| {
         if let Some(rank) = ranks.iter().position(|&asked| asked != (step, rewind)) {
@@ -80,16 +104,107 @@ pub fn begin(engine: &Arc<Engine>, url: &str, step: u64, rewind: bool, deadline:
             )));
         }
         let timeout = Timeout::of_call(deadline);
-        let store = engine.store(url, &timeout)?;
-        let (steps, entries) = runs::list_from(&*store, url, step, &timeout)?;
-        let committed: Vec<u64> = steps.iter().filter(|step| step.is_committed()).map(|step| step.step).collect();
-        let rewound = match (committed.last(), rewind) {
-            (None, _) => None,
-            (Some(_), true) => Some(rewound(&*store, url, step, &steps, &entries, &timeout)?),
-            (Some(newest), false) => return Err(refusal(url, step, committed.len(), *newest)),
-        };
+        let run = Place::look(engine, url, step, &timeout)?;
+        // A job that is refused does not stop the one that saves there.
+        if !rewind {
+            run.expect_none(step, &run.committed())?;
+        }
+        let near = near.map(|near| Place::look_near(engine, near, &run, step, &timeout)).transpose()?;
+        let job = engine.jobs.begin(&*run.store, url, (&engine.meeting(), step), &timeout)?;
+        let mut rewound: Vec<Rewound> = run.moved(&timeout)?.into_iter().collect();
+        if let Some(near) = near {
+            let places = ((&*run.store, url), (&*near.store, near.url));
+            engine.jobs.adopt(places.0, places.1, (&job, step), (&timeout).into())?;
+            // Another job may have committed there until now, and commits no more.
+            let near = Place::look(engine, near.url, near.from, &timeout)?;
+            rewound.extend(near.moved(&timeout)?.map(|moved| near.dropped(moved, &timeout)).transpose()?);
+        }
         Ok(vec![rewound; ranks.len()])
     })
+}
+
+/// Makes the job of the engine, which saves into the run at `url`, that of the nearer place `near` as well: one that
+/// was lost, and is begun anew with `step`. One rank calls it.
+///
+/// # Errors
+/// `Invalid` unless the job saves into the run; `Conflict` when a newer one does; the stores' errors.
+pub fn adopt(engine: &Engine, url: &str, near: &str, step: u64) -> Result<()> {
+    let timeout = Timeout::default();
+    let job = engine.job(url).ok_or_else(|| Error::invalid(format!("{url}: this job has not begun to save there")))?;
+    let (run, store) = (engine.store(url, &timeout)?, engine.store(near, &timeout)?);
+    engine.jobs.adopt((&*run, url), (&*store, near), (&job, step), (&timeout).into())
+}
+
+/// A place into which a training is to save, and what it holds from a step on.
+struct Place<'a> {
+    url: &'a str,
+    store: Arc<dyn Store>,
+    from: u64,
+    steps: Vec<Step>,
+    entries: Vec<Entry>,
+}
+
+impl<'a> Place<'a> {
+    fn look(engine: &Engine, url: &'a str, from: u64, timeout: &Timeout) -> Result<Place<'a>> {
+        let store = engine.store(url, timeout)?;
+        let (steps, entries) = runs::list_from(&*store, url, from, timeout)?;
+        Ok(Place { url, store, from, steps, entries })
+    }
+
+    /// Looks at the nearer place at `url` of a run: at the steps from `step` on, and those that do not count. Refuses
+    /// the training if some are later and count, unless they move.
+    fn look_near(
+        engine: &Engine,
+        (url, moves): (&'a str, bool),
+        run: &Place<'_>,
+        step: u64,
+        timeout: &Timeout,
+    ) -> Result<Place<'a>> {
+        let end = history_end(&*engine.store(url, timeout)?, &*run.store, timeout.into())?;
+        let near = Place::look(engine, url, end.map_or(step, |end| end.min(step)), timeout)?;
+        let counts = |one: &u64| *one >= step && end.is_none_or(|end| *one < end);
+        let later: Vec<u64> = near.committed().into_iter().filter(counts).collect();
+        if let (Some(newest), false) = (later.last(), moves) {
+            return Err(Error::new(
+                Kind::Conflict,
+                format!(
+                    "{url}: a training at step {step} cannot save there: it has {} later steps of the \
+                     run, up to step {newest}, and a restart would restore them instead of what the training saves: \
+                     restore the newest one first, and go on from there; or move them out of the way: \
+                     Checkpointer(..., rewind=True)",
+                    later.len()
+                ),
+            ));
+        }
+        Ok(near)
+    }
+
+    fn committed(&self) -> Vec<u64> {
+        self.steps.iter().filter(|step| step.is_committed()).map(|step| step.step).collect()
+    }
+
+    /// Refuses a training at `step` if these committed steps are in its way.
+    fn expect_none(&self, step: u64, later: &[u64]) -> Result<()> {
+        later.last().map_or(Ok(()), |newest| Err(refusal(self.url, step, later.len(), *newest)))
+    }
+
+    /// Deletes what was moved, if the place is in memory: there is no room for what does not count.
+    fn dropped(&self, moved: Rewound, timeout: &Timeout) -> Result<Rewound> {
+        let Some(into) = moved.into.as_deref().filter(|_| self.url.starts_with(levels::MEMORY)) else {
+            return Ok(moved);
+        };
+        let dir = into.rsplit('/').next().unwrap_or_default();
+        retry(timeout, || Ok(self.store.delete_tree(dir)?))?;
+        Ok(Rewound { into: None, ..moved })
+    }
+
+    /// Moves the committed steps out of the way.
+    fn moved(&self, timeout: &Timeout) -> Result<Option<Rewound>> {
+        if self.committed().is_empty() {
+            return Ok(None);
+        }
+        rewound(&*self.store, self.url, self.from, &self.steps, &self.entries, timeout).map(Some)
+    }
 }
 
 fn refusal(url: &str, step: u64, later: usize, newest: u64) -> Error {

@@ -1,21 +1,15 @@
 //! A run: the checkpoints `step-…` below one URL. Which of them exist is read from their commits, never remembered.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use shardfast_format::{COMMIT, Commit, parse_step_dir, step_dir};
 use shardfast_store::{Entry, Shared, Store};
 use shardfast_transfer::error::{Error, Kind, Result, retry};
-use shardfast_transfer::observed::Observed;
 use shardfast_transfer::timeout::Timeout;
 
-use crate::checkpoint::Checkpoint;
 use crate::commit;
-use crate::engine::Engine;
 use crate::foreign;
-use crate::listen::Verb;
-use crate::listened::Listened;
 
 /// One step of a run.
 #[derive(Debug, Clone)]
@@ -83,6 +77,33 @@ pub(crate) fn list_from(store: &dyn Store, url: &str, from: u64, timeout: &Timeo
     Ok((steps.map(step).collect::<Result<_>>()?, entries))
 }
 
+/// Returns the newest committed step of the run at `url`, whose store that is, readable or not; `None` if there is
+/// none.
+///
+/// # Errors
+/// As [`list`].
+pub fn newest_committed(store: &dyn Store, url: &str, timeout: &Timeout) -> Result<Option<u64>> {
+    newest_committed_below(store, url, None, timeout)
+}
+
+/// Returns the newest committed step like [`newest_committed`] among those lower than `below`.
+pub(crate) fn newest_committed_below(
+    store: &dyn Store,
+    url: &str,
+    below: Option<u64>,
+    timeout: &Timeout,
+) -> Result<Option<u64>> {
+    let steps = steps(url, &entries(store, timeout)?)?;
+    for step in steps.into_iter().rev().filter(|&step| below.is_none_or(|below| step < below)) {
+        match commit_of(store, step, timeout) {
+            Ok(None) => {}
+            Err(error) if timeout.is_over() => return Err(error),
+            _ => return Ok(Some(step)),
+        }
+    }
+    Ok(None)
+}
+
 /// Reads the commit of a step; returns `None` when it has none.
 fn commit_of(store: &dyn Store, step: u64, timeout: &Timeout) -> Result<Option<Commit>> {
     match retry(timeout, || commit::read_commit(store, &step_dir(step))) {
@@ -108,79 +129,16 @@ pub fn steps(url: &str, entries: &[Entry]) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// The newest checkpoint of a run that can be opened.
-pub struct Newest {
-    /// The checkpoint, opened, and its step; `None` if there is none.
-    pub found: Option<(u64, Checkpoint)>,
-    /// Newer ones, or all, that were passed over, each with the reason.
-    pub skipped: Vec<String>,
-}
-
+/// The newest checkpoint of a run that can be opened, of one place.
 #[derive(Clone, Serialize, Deserialize)]
-struct Found {
+pub(crate) struct Found {
     /// The step, and its manifest.
-    found: Option<(u64, Vec<u8>)>,
-    skipped: Vec<String>,
-}
-
-/// Opens the newest committed checkpoint of the run at `url`, among those of steps lower than `below` if that is
-/// given. Checkpoints without a commit are passed over; a committed one that cannot be
-/// opened only if `older` allows to fall back. Every rank of the engine must call it.
-///
-/// # Errors
-/// The same on every rank: the error of the newest committed one unless `older`; as [`list`].
-pub fn newest(engine: &Arc<Engine>, url: &str, below: Option<u64>, older: bool, deadline: Duration) -> Result<Newest> {
-    newest_since(engine, url, (below, older), Instant::now(), deadline)
-}
-
-/// Opens like [`newest`] for a load that was requested at `began`: if none can be opened, the load has failed.
-///
-/// # Errors
-/// As [`newest`].
-pub fn newest_since(
-    engine: &Arc<Engine>,
-    url: &str,
-    (below, older): (Option<u64>, bool),
-    began: Instant,
-    deadline: Duration,
-) -> Result<Newest> {
-    let operation = engine.begin(format!("restore {url}"), deadline);
-    let observed = Arc::new(Observed::since(began));
-    let found = operation.agree("open", Ok((below, older)), |ranks| {
-        if let Some(rank) = ranks.iter().position(|&asked| asked != (below, older)) {
-            return Err(Error::invalid(format!(
-                "restore {url}: rank {rank} asks for another checkpoint than rank 0 ({:?} against {:?})",
-                ranks[rank],
-                (below, older)
-            )));
-        }
-        let timeout = Timeout::of_call(deadline);
-        let store = engine.observed_store(url, &timeout, &observed)?;
-        Ok(vec![find(&*store, url, below, older, &timeout)?; ranks.len()])
-    });
-    let Found { found, skipped } = found.inspect_err(|error| {
-        let load = Arc::new(Listened::begin(engine, Arc::clone(&observed), Verb::Load, (url, None)));
-        load.note_outcome(&Err(error.clone()), operation.number_met());
-        load.collect_later(engine);
-    })?;
-    let Some((step, manifest)) = found else { return Ok(Newest { found: None, skipped }) };
-    let url = step_url(url, step);
-    let load = Arc::new(Listened::begin(engine, observed, Verb::Load, (&url, Some(step))));
-    let store = engine.observed_store(&url, &deadline.into(), &load.observed);
-    let checkpoint = store.and_then(|store| Checkpoint::new(engine, &url, store, &manifest));
-    let checkpoint =
-        checkpoint.map(|checkpoint| checkpoint.within(deadline.into()).opened(Arc::clone(&load), operation.number()));
-    // A rank that cannot open it takes part all the same, so that the others do not wait for it.
-    let opened = checkpoint.as_ref().map(|_| ()).map_err(Error::clone);
-    operation.agree("opened", opened, |ranks: Vec<()>| Ok(ranks)).inspect_err(|error| {
-        load.note_outcome(&Err(error.clone()), operation.number_met());
-        load.collect_later(engine);
-    })?;
-    Ok(Newest { found: Some((step, checkpoint?)), skipped })
+    pub(crate) found: Option<(u64, Vec<u8>)>,
+    pub(crate) skipped: Vec<String>,
 }
 
 /// Reads commits from the newest down, as far as that is needed.
-fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool, timeout: &Timeout) -> Result<Found> {
+pub(crate) fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool, timeout: &Timeout) -> Result<Found> {
     let entries = entries(store, timeout)?;
     let mut skipped = Vec::new();
     let mut unreadable: Option<(u64, Error)> = None;
@@ -224,37 +182,5 @@ fn find(store: &dyn Store, url: &str, below: Option<u64>, older: bool, timeout: 
             foreign::refuse_as_run(url, &entries)?;
             Ok(Found { found: None, skipped })
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use shardfast_format::Catalog;
-
-    use super::*;
-    use crate::{Destination, Prove, State, save};
-
-    #[test]
-    fn what_restores_find_out_about_the_storage_is_kept_for_the_next_one() {
-        const DEADLINE: Duration = Duration::from_secs(60);
-        let dir = tempfile::tempdir().unwrap();
-        let url = dir.path().to_str().unwrap().to_owned();
-        let state =
-            State { catalog: Arc::new(Catalog { leaves: Vec::new() }), providers: Vec::new(), ..State::default() };
-        let destination = Destination {
-            url: step_url(&url, 1),
-            step: Some(1),
-            user: BTreeMap::new(),
-            prove: Prove::default(),
-            blocking: true,
-        };
-        save(&Engine::solo(), destination, state, DEADLINE).committed(None).unwrap();
-
-        let engine = Engine::solo();
-        let newest = newest(&engine, &url, None, false, DEADLINE).unwrap();
-        assert_eq!(newest.found.as_ref().map(|(step, _)| *step), Some(1));
-        assert!(engine.storage.users() > 0, "the checkpoint's store shares nothing");
     }
 }

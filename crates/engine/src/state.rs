@@ -26,6 +26,8 @@ pub struct State {
     pub makers: Arc<Vec<Maker>>,
     /// Time since which some of the bytes are captured in steps ahead of the save; `None` if there are none.
     pub ahead_since: Option<Instant>,
+    /// Most bytes of data in a file; `None` for as many as the format has room for.
+    pub file_bytes_max: Option<u64>,
 }
 
 /// A class that makes state here, such as an optimizer's. A save fails in which something was made, and two ranks have

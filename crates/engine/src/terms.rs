@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use shardfast_coord::Stopping;
 use shardfast_transfer::error::{Error, Result};
 
@@ -34,6 +36,25 @@ impl Engine {
             }
             Ok(vec![(); ranks.len()])
         })
+    }
+
+    /// Has rank 0 decide on what the ranks contribute, as that `call` for the run at `url`; returns this rank's answer.
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// The same on every rank: the first contribution that is an error, or why there is no decision.
+    pub fn decide<M, A>(
+        self: &Arc<Engine>,
+        (call, url): (&str, &str),
+        contribution: Result<M>,
+        decide: impl FnMut(Vec<M>) -> Result<Vec<A>>,
+        deadline: Duration,
+    ) -> Result<A>
+    where
+        M: Serialize + DeserializeOwned,
+        A: Serialize + DeserializeOwned,
+    {
+        self.begin(format!("{call} {url}"), deadline).agree("open", contribution, decide)
     }
 
     /// Begins to wait until a rank is told to stop. Every rank must call it, in the same order as other calls of it.

@@ -30,8 +30,9 @@ pub use header::{DataHeader, EntrySpec, FileLayout, HeaderEntry};
 pub use index::hugging_face_index;
 pub use manifest::{Extent, FileEntry, LeafKind, LeafRef, Manifest, ManifestBuilder, SaveInfo};
 pub use name::{
-    COMMIT, COPYING, LEAVING, PINNED, TELEMETRY, attempt_of, data_file, end_name, is_end_name, is_own_path,
-    manifest_name, parse_record_name, parse_step_dir, part_name, record_name, step_dir, value_name,
+    COMMIT, COPYING, JOBS, LEAVING, PINNED, TELEMETRY, attempt_of, data_file, end_name, is_end_name, is_own_path,
+    job_name, manifest_name, parse_job_name, parse_record_name, parse_step_dir, part_name, record_name, step_dir,
+    value_name,
 };
 pub use object::{Int, Tag, Value};
 pub use region::{Dims, FlatRun, Region};

@@ -19,6 +19,9 @@ pub const COPYING: &str = ".copying";
 /// Directory of a run that holds what its saves and loads did, one object for each.
 pub const TELEMETRY: &str = ".telemetry";
 
+/// Directory of a run that holds an object for each of the newest jobs that saved into it.
+pub const JOBS: &str = ".jobs";
+
 /// Longest key, in bytes: fits into one path component of any file system.
 pub const KEY_BYTES_MAX: usize = 200;
 
@@ -67,6 +70,20 @@ pub fn end_name(unix_ms: u64) -> String {
 pub fn is_end_name(name: &str) -> bool {
     let unix_ms = name.strip_suffix("-end.json").and_then(|digits| digits.parse().ok());
     unix_ms.is_some_and(|unix_ms| end_name(unix_ms) == name)
+}
+
+/// Returns the name in [`JOBS`] of a job's object, given its number there and its own name: `00000012-<name>`. Eight
+/// digits at least.
+pub fn job_name(number: u64, name: &str) -> String {
+    format!("{number:08}-{name}")
+}
+
+/// Returns number and name of a job whose object is named exactly as by [`job_name`], the name in hexadecimal digits.
+pub fn parse_job_name(object: &str) -> Option<(u64, &str)> {
+    let (digits, name) = object.split_once('-')?;
+    let number = digits.parse().ok().filter(|_| digits.len() <= 12)?;
+    let is_name = !name.is_empty() && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    (is_name && job_name(number, name) == object).then_some((number, name))
 }
 
 /// Returns the manifest's file name: `manifest-<attempt>`, so that two attempts never write the same file.

@@ -33,13 +33,13 @@ impl Captured {
             return state;
         }
         let mut runs: HashMap<(u32, u32), Vec<HeldRun>> = HashMap::new();
-        for (block, held) in shared.shared.blocks.iter().enumerate().filter(|(_, block)| block.is_held()) {
+        for (tile, held) in shared.shared.tiles.iter().enumerate().filter(|(_, tile)| tile.is_held()) {
             for (number, piece) in held.pieces.iter().enumerate() {
                 let unit = &shared.shared.units[piece.unit];
                 for (array, of) in unit.arrays.iter().enumerate() {
                     let range = piece.of_unit(held.width(array));
                     let elements = piece.elements.clone();
-                    let run = HeldRun { range, elements, block, number, array, digest: None };
+                    let run = HeldRun { range, elements, tile, number, array, digest: None };
                     runs.entry((of.leaf, of.part)).or_default().push(run);
                 }
             }
@@ -110,17 +110,17 @@ impl Drop for Captured {
     fn drop(&mut self) {
         self.shared.lock().is_over = true;
         self.shared.changed.notify_all();
-        self.shared.blocks.iter().for_each(|block| _ = block.release());
+        self.shared.tiles.iter().for_each(|tile| _ = tile.release());
     }
 }
 
-/// A run of a part's bytes that a block holds.
+/// A run of a part's bytes that a tile holds.
 struct HeldRun {
     /// Range of the part's bytes.
     range: Range<u64>,
     elements: Range<u64>,
-    block: usize,
-    /// The piece's number in the block.
+    tile: usize,
+    /// The piece's number in the tile.
     number: usize,
     array: usize,
     /// Result in which the device puts the digest of its bytes, and the index there.
@@ -143,7 +143,7 @@ impl Provider for Digested {
         self.live.fill(at, out, fences)
     }
 
-    /// Returns the digest of all of it: a piece of a block is no longer than a slot, so it is asked for at once.
+    /// Returns the digest of all of it: a piece of a tile is no longer than a slot, so it is asked for at once.
     fn sum(&self, at: u64, bytes: u64, slot: &mut [u8]) -> Result<u64> {
         if (at, bytes) != (0, self.live.bytes()) {
             return Err(Error::internal("a device's digest is of a whole piece"));
@@ -207,7 +207,7 @@ impl Provider for Held {
             let (from, to) = (run.range.start.max(at), run.range.end.min(end));
             live(done, from, out)?;
             let place = &mut out[(from - at) as usize..(to - at) as usize];
-            self.captured.shared.blocks[run.block].read(run.number, run.array, from - run.range.start, place)?;
+            self.captured.shared.tiles[run.tile].read(run.number, run.array, from - run.range.start, place)?;
             done = to;
         }
         live(done, end, out)
@@ -242,7 +242,7 @@ impl Provider for Held {
 
     fn evidence(&self) -> Vec<Evidence> {
         let of = |run: &HeldRun| {
-            let (captured, block, number, array) = (Arc::clone(&self.captured), run.block, run.number, run.array);
+            let (captured, tile, number, array) = (Arc::clone(&self.captured), run.tile, run.number, run.array);
             let live = Run::new(Arc::clone(&self.live), run.range.start, run.range.end - run.range.start);
             let live: Arc<dyn Provider> = match captured.shared.beside {
                 Some(_) => Arc::new(Digested { live, known: run.digest.clone(), captured: Arc::clone(&self.captured) }),
@@ -250,10 +250,10 @@ impl Provider for Held {
             };
             Evidence {
                 name: format!("{}, elements {}..{}", self.name, run.elements.start, run.elements.end),
-                how: captured.shared.blocks[block].variant.map_or("", |variant| variant.name()),
+                how: captured.shared.tiles[tile].variant.map_or("", |variant| variant.name()),
                 live,
                 agrees: Box::new(move |live| {
-                    let agrees = captured.shared.blocks[block].sum(number, array)? == live;
+                    let agrees = captured.shared.tiles[tile].sum(number, array)? == live;
                     captured.shared.lock().is_refuted |= !agrees;
                     Ok(agrees)
                 }),

@@ -1,8 +1,8 @@
 //! Copies for a window on a device, beside the training's work, in the order in which the device does both.
 //!
 //! The host is ahead of the device, within a window by one step at most: when the program calls, the device may still
-//! be at the step before. So the device orders the copies. Gradients are copied after the step that used them, blocks
-//! after these, and the next step of the optimizer comes after the blocks that were begun. Their number is decided by
+//! be at the step before. So the device orders the copies. Gradients are copied after the step that used them, tiles
+//! after these, and the next step of the optimizer comes after the tiles that were begun. Their number is decided by
 //! measurements of earlier steps: as many as are copied by the time at which the device gets to the next step.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -41,7 +41,7 @@ impl Pace {
 
 /// The copies of a window on one device.
 pub struct DeviceCopies {
-    blocks: Arc<CopyStream>,
+    tiles: Arc<CopyStream>,
     gradients: Arc<CopyStream>,
     /// `true` if the training overwrites its gradients before the next step, and must wait for their copies.
     is_waited: bool,
@@ -58,7 +58,7 @@ struct Times {
 struct Round {
     /// Moment on the training's stream at which the time begins.
     begun: Arc<Moment>,
-    /// The first copy of a block begins, the last one has ended.
+    /// The first copy of a tile begins, the last one has ended.
     copies: Option<[Moment; 2]>,
     bytes: u64,
     /// The training's stream is about to step the optimizer.
@@ -66,7 +66,7 @@ struct Round {
 }
 
 impl Round {
-    /// Milliseconds in which blocks were copied, and until the next step; `None` before the device is there.
+    /// Milliseconds in which tiles were copied, and until the next step; `None` before the device is there.
     fn copied_in(&self) -> Option<[f64; 2]> {
         let [from, to] = self.copies.as_ref()?;
         Some([to.ms_since(from)?, self.arrived.as_ref()?.ms_since(&self.begun)?])
@@ -94,14 +94,14 @@ impl DeviceCopies {
         pace: Option<Pace>,
     ) -> Result<DeviceCopies> {
         let devices = engine.accelerators();
-        let (blocks, gradients) = (devices.copies_behind(ordinal, on)?, devices.copies_behind(ordinal, on)?);
-        blocks.device().prepare_digests()?;
-        Ok(DeviceCopies { blocks, gradients, is_waited, times: Mutex::new(Times { pace, rounds: Vec::new() }) })
+        let (tiles, gradients) = (devices.copies_behind(ordinal, on)?, devices.copies_behind(ordinal, on)?);
+        tiles.device().prepare_digests()?;
+        Ok(DeviceCopies { tiles, gradients, is_waited, times: Mutex::new(Times { pace, rounds: Vec::new() }) })
     }
 
     /// Returns the stream that copies parameters and moments.
-    pub fn blocks(&self) -> &Arc<CopyStream> {
-        &self.blocks
+    pub fn tiles(&self) -> &Arc<CopyStream> {
+        &self.tiles
     }
 
     /// Returns the stream that copies gradients.
@@ -120,7 +120,7 @@ impl DeviceCopies {
 
     /// Orders copies after the work that the training has submitted until now.
     pub(super) fn follow(&self, on: ForeignStream) -> Result<()> {
-        self.blocks.follow(on)?;
+        self.tiles.follow(on)?;
         self.gradients.follow(on)
     }
 
@@ -131,7 +131,7 @@ impl DeviceCopies {
 
     /// Begins the time for copies after the work that the training has submitted until now.
     pub(super) fn begin(&self, on: ForeignStream) -> Result<()> {
-        let begun = Arc::new(self.blocks.device().moment(on)?);
+        let begun = Arc::new(self.tiles.device().moment(on)?);
         self.lock().rounds.push(Round { begun, copies: None, bytes: 0, arrived: None });
         Ok(())
     }
@@ -141,9 +141,9 @@ impl DeviceCopies {
     pub(super) fn bytes(&self, gradient_bytes: u64) -> Result<u64> {
         let Some(begun) = self.lock().rounds.last().map(|round| Arc::clone(&round.begun)) else { return Ok(0) };
         begun.wait()?;
-        self.blocks.follow(self.gradients.as_foreign())?;
-        let from = self.blocks.device().moment(self.blocks.as_foreign())?;
-        let to = self.blocks.device().moment(self.blocks.as_foreign())?;
+        self.tiles.follow(self.gradients.as_foreign())?;
+        let from = self.tiles.device().moment(self.tiles.as_foreign())?;
+        let to = self.tiles.device().moment(self.tiles.as_foreign())?;
         let mut times = self.lock();
         if let Some(round) = times.rounds.last_mut() {
             round.copies = Some([from, to]);
@@ -154,7 +154,7 @@ impl DeviceCopies {
 
     /// Records that all copies of this time were begun, of `bytes` bytes.
     pub(super) fn copied(&self, bytes: u64) -> Result<()> {
-        let to = self.blocks.device().moment(self.blocks.as_foreign())?;
+        let to = self.tiles.device().moment(self.tiles.as_foreign())?;
         let mut times = self.lock();
         if let Some(Round { copies: Some([_, end]), bytes: all, .. }) = times.rounds.last_mut() {
             (*end, *all) = (to, bytes);
@@ -166,10 +166,10 @@ impl DeviceCopies {
     pub(super) fn arrive(&self, on: ForeignStream) -> Result<()> {
         let mut times = self.lock();
         if let Some(round) = times.rounds.last_mut().filter(|round| round.arrived.is_none()) {
-            round.arrived = Some(self.blocks.device().moment(on)?);
+            round.arrived = Some(self.tiles.device().moment(on)?);
         }
         drop(times);
-        self.blocks.precede(on)
+        self.tiles.precede(on)
     }
 
     /// Returns the measurements so far.
@@ -179,7 +179,7 @@ impl DeviceCopies {
         times.pace
     }
 
-    /// Milliseconds in which blocks were copied, and in which the training waited for these copies.
+    /// Milliseconds in which tiles were copied, and in which the training waited for these copies.
     pub(super) fn copy_and_wait_ms(&self) -> [f64; 2] {
         let times = self.lock();
         let copied = times.rounds.iter().filter_map(Round::copied_in).map(|[copied, _]| copied).sum();

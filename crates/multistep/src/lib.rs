@@ -1,27 +1,27 @@
 //! Captures ahead of a save: part of the state is copied in the steps before the save, and rolled forward.
 //!
 //! A [`Window`] opens some steps before a save is due, on each rank alone. Between two steps of the optimizer its
-//! thread copies *blocks* (runs of parameters' elements with their moments) into slots that it keeps. After each step
-//! it copies the gradients of the held blocks, and applies them in the slots, as the training applied them. The save
+//! thread copies *tiles* (runs of parameters' elements with their moments) into slots that it keeps. After each step
+//! it copies the gradients of the held tiles, and applies them in the slots, as the training applied them. The save
 //! then finds these bytes on the host: [`Captured::over`] puts them in place of the tensors, and the save reads the
 //! tensors' own only to prove that the bits are the same ([`Evidence`](shardfast_transfer::provider::Evidence)).
 //!
 //! On a device all of these copies go on beside the training, in the device's own order ([`DeviceCopies`]).
 //!
-//! If anything fails on the way, the block is released, and the save copies it as it copies everything else. So a
+//! If anything fails on the way, the tile is released, and the save copies it as it copies everything else. So a
 //! window can make a save neither wrong nor impossible, with one exception: a tensor that was changed by something else
 //! than the optimizer's step. Then the bits differ, and the save fails.
 //!
 //! A rehearsal finds the [`Variant`] of an optimizer that rounds as this training does: a window of a few samples,
 //! whose gradients are only kept, and to which [`Window::rehearse`] applies every candidate.
 
-mod block;
 mod captured;
 mod device_copies;
 mod samples;
 mod seen;
 #[cfg(test)]
 mod tests;
+mod tile;
 mod work;
 
 use std::collections::VecDeque;
@@ -45,10 +45,10 @@ use shardfast_transfer::error::{Error, Kind, Result};
 use shardfast_transfer::provider::Provider;
 use shardfast_transfer::staging::Staging;
 
-use block::Block;
 pub use captured::Captured;
 pub use device_copies::{DeviceCopies, Pace};
 use seen::Seen;
+use tile::Tile;
 use work::{Ask, Kept};
 
 /// Units that are stepped alike: one optimizer, one arithmetic.
@@ -72,7 +72,7 @@ pub struct Unit {
     pub class: usize,
     /// Elements of the tensor that the optimizer steps.
     pub numel: u64,
-    /// The parameter, then its moments in the order of [`shardfast_optim::Block`].
+    /// The parameter, then its moments in the order of [`shardfast_optim::Tile`].
     pub arrays: Vec<Array>,
 }
 
@@ -152,7 +152,7 @@ pub struct Figures {
     pub gradient_bytes: u64,
     /// Milliseconds of copies of the state.
     pub copy_ms: f64,
-    /// Milliseconds that steps of the optimizer waited for a block under way.
+    /// Milliseconds that steps of the optimizer waited for a tile under way.
     pub wait_ms: f64,
     /// Milliseconds in which gradients were copied, while the training waited; on a device, in which the copies were
     /// begun.
@@ -182,8 +182,8 @@ struct Shared {
     catalog: Arc<Catalog>,
     classes: Vec<Class>,
     units: Vec<Unit>,
-    blocks: Vec<Block>,
-    /// Number of blocks that are held.
+    tiles: Vec<Tile>,
+    /// Number of tiles that are held.
     held: AtomicUsize,
     staging: Arc<Staging>,
     beside: Option<DeviceCopies>,
@@ -195,18 +195,18 @@ struct Shared {
 struct State {
     /// `true` while no optimizer steps: tensors may be copied.
     may_copy: bool,
-    /// `true` while a block is being copied.
+    /// `true` while a tile is being copied.
     copies: bool,
     /// Copies to begin from a device.
     asked: VecDeque<Ask>,
     begins: bool,
     /// Gradients that are being copied.
     kept: VecDeque<Kept>,
-    /// The first block that was not copied yet.
+    /// The first tile that was not copied yet.
     next: usize,
-    /// Blocks with gradients that wait.
+    /// Tiles with gradients that wait.
     to_replay: VecDeque<usize>,
-    /// `true` once the save has begun: nothing is copied any more, and held blocks are settled.
+    /// `true` once the save has begun: nothing is copied any more, and held tiles are settled.
     is_closed: bool,
     /// `true` once nothing of the window is needed any more.
     is_over: bool,
@@ -214,7 +214,7 @@ struct State {
     is_broken: bool,
     /// `true` if the training had other bits than those that were rolled forward.
     is_refuted: bool,
-    /// First reason why a block was released, or not held.
+    /// First reason why a tile was released, or not held.
     reason: Option<String>,
     figures: Figures,
 }
@@ -241,11 +241,11 @@ impl Window {
         beside: Option<DeviceCopies>,
     ) -> Result<Window> {
         let runs = written(catalog, planned, &units);
-        let blocks = block::blocks(&classes, &units, &runs);
-        if blocks.is_empty() {
+        let tiles = tile::tiles(&classes, &units, &runs);
+        if tiles.is_empty() {
             return Err(Error::invalid("this rank writes no parameter together with its moments"));
         }
-        let shared = Arc::new(Shared::new(engine, catalog, classes, units, blocks, beside));
+        let shared = Arc::new(Shared::new(engine, catalog, classes, units, tiles, beside));
         let mut window = Window { shared, workers: Vec::new(), seen: Mutex::default() };
         if window.shared.beside.is_some() {
             window.spawn("shardfast-begins", Shared::begin_copies)?;
@@ -263,9 +263,9 @@ impl Window {
         units: Vec<Unit>,
         beside: Option<DeviceCopies>,
     ) -> Window {
-        let blocks = block::blocks(&classes, &units, &samples::of(&classes, &units));
-        let shared = Shared::new(engine, catalog, classes, units, blocks, beside);
-        for number in 0..shared.blocks.len() {
+        let tiles = tile::tiles(&classes, &units, &samples::of(&classes, &units));
+        let shared = Shared::new(engine, catalog, classes, units, tiles, beside);
+        for number in 0..shared.tiles.len() {
             if let Err(error) = shared.capture(number) {
                 shared.lock().reason.get_or_insert(error.message);
             }
@@ -310,13 +310,13 @@ impl Window {
     pub fn go_on(&self, on: Option<ForeignStream>) -> Result<()> {
         self.seen().go_on();
         self.shared.lock().figures.steps += 1;
-        let goes_on = |state: &State| !state.ends() && state.next < self.shared.blocks.len();
+        let goes_on = |state: &State| !state.ends() && state.next < self.shared.tiles.len();
         if self.workers.is_empty() || !goes_on(&self.shared.lock()) {
             return Ok(());
         }
         if let (Some(beside), Some(on)) = (&self.shared.beside, on) {
             beside.begin(on)?;
-            self.shared.ask(Ask::Blocks);
+            self.shared.ask(Ask::Tiles);
         } else {
             self.shared.lock().may_copy = true;
             self.shared.changed.notify_all();
@@ -324,7 +324,7 @@ impl Window {
         Ok(())
     }
 
-    /// Announces a step of an optimizer. On a host this waits for the block being copied, and no other is begun before
+    /// Announces a step of an optimizer. On a host this waits for the tile being copied, and no other is begun before
     /// [`Window::go_on`]. On a device, whose step comes after them, it waits until the copies of this time were begun.
     ///
     /// # Errors
@@ -355,7 +355,7 @@ impl Window {
         state.figures.wait_ms += if self.shared.beside.is_none() { ms(begun.elapsed()) } else { 0.0 };
     }
 
-    /// Announces that an optimizer has stepped with these gradients, which are copied for the held blocks.
+    /// Announces that an optimizer has stepped with these gradients, which are copied for the held tiles.
     ///
     /// # Errors
     /// As [`Window::go_on`].
@@ -379,7 +379,7 @@ impl Window {
         Ok(())
     }
 
-    /// Releases all held blocks: the save copies them. Waits as [`Window::stepping`] does.
+    /// Releases all held tiles: the save copies them. Waits as [`Window::stepping`] does.
     pub fn release(&self, reason: &str) {
         self.pause();
         self.shared.let_go_from(0, reason);
@@ -390,7 +390,7 @@ impl Window {
         !self.seen().are_overwritten()
     }
 
-    /// Returns the first reason why a block was released, or not held.
+    /// Returns the first reason why a tile was released, or not held.
     pub fn reason(&self) -> Option<String> {
         self.shared.lock().reason.clone()
     }
@@ -453,7 +453,7 @@ impl Shared {
         catalog: &Arc<Catalog>,
         classes: Vec<Class>,
         units: Vec<Unit>,
-        blocks: Vec<Block>,
+        tiles: Vec<Tile>,
         beside: Option<DeviceCopies>,
     ) -> Shared {
         let (catalog, staging) = (Arc::clone(catalog), Arc::clone(engine.staging()));
@@ -461,7 +461,7 @@ impl Shared {
         let state = Mutex::new(State { figures, ..State::default() });
         let (held, changed) = (AtomicUsize::new(0), Condvar::new());
         let opened = Instant::now();
-        Shared { opened, catalog, classes, units, blocks, held, staging, beside, state, changed }
+        Shared { opened, catalog, classes, units, tiles, held, staging, beside, state, changed }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -480,7 +480,7 @@ impl Shared {
     }
 
     fn release(&self, number: usize, reason: &str) {
-        let bytes = self.blocks[number].release();
+        let bytes = self.tiles[number].release();
         if bytes > 0 {
             self.held.fetch_sub(1, Ordering::Relaxed);
         }
@@ -491,11 +491,11 @@ impl Shared {
         }
     }
 
-    /// Lets go of these blocks and all behind them, and copies none of these any more.
+    /// Lets go of these tiles and all behind them, and copies none of these any more.
     fn let_go_from(&self, first: usize, reason: &str) {
-        (first..self.blocks.len()).for_each(|number| self.release(number, reason));
+        (first..self.tiles.len()).for_each(|number| self.release(number, reason));
         let mut state = self.lock();
-        state.next = self.blocks.len();
+        state.next = self.tiles.len();
         state.reason.get_or_insert_with(|| reason.to_owned());
     }
 
@@ -509,8 +509,8 @@ impl Shared {
         if is_closed {
             return figures;
         }
-        let all: u64 = self.blocks.iter().map(Block::bytes).sum();
-        let held = self.blocks.iter().filter(|block| block.is_held()).map(Block::bytes).sum();
+        let all: u64 = self.tiles.iter().map(Tile::bytes).sum();
+        let held = self.tiles.iter().filter(|tile| tile.is_held()).map(Tile::bytes).sum();
         let left_bytes = all.saturating_sub(held + figures.let_go_bytes);
         Figures { held_bytes: held, left_bytes, ..figures }
     }

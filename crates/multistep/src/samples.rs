@@ -57,10 +57,10 @@ pub(super) fn rehearse(shared: &Shared) -> Vec<Rehearsed> {
 /// Returns whether the device sums the samples as a host does.
 fn digests_agree(shared: &Shared, beside: &DeviceCopies) -> Result<bool> {
     let (mut runs, mut expected) = (Vec::new(), Vec::new());
-    for block in &shared.blocks {
-        for piece in &block.pieces {
+    for tile in &shared.tiles {
+        for piece in &tile.pieces {
             for (array, of) in shared.units[piece.unit].arrays.iter().enumerate() {
-                let range = piece.of_unit(block.width(array));
+                let range = piece.of_unit(tile.width(array));
                 let bytes = range.end - range.start;
                 let Some((_, address)) = of.memory.on_device(range.start, bytes) else { return Ok(false) };
                 runs.push((address, bytes as usize));
@@ -69,7 +69,7 @@ fn digests_agree(shared: &Shared, beside: &DeviceCopies) -> Result<bool> {
         }
     }
     for (runs, expected) in runs.chunks(RUNS_MAX).zip(expected.chunks(RUNS_MAX)) {
-        match device_copies::digests(Arc::clone(beside.blocks()) as _, runs, &shared.staging)? {
+        match device_copies::digests(Arc::clone(beside.tiles()) as _, runs, &shared.staging)? {
             Some(digests) if digests.wait()? == expected => {}
             Some(_) => return Ok(false),
             None => return Err(Error::invalid("there was no memory for a rehearsal")),
@@ -93,13 +93,13 @@ fn of_class(shared: &Shared, number: usize) -> Rehearsed {
         let why = "is copied in the call, as small ones are, or does not lie in one run";
         return Rehearsed::ByNone(format!("every tensor that {kind} steps {why}"));
     }
-    let blocks = || shared.blocks.iter().filter(|block| block.pieces.iter().any(|piece| of(piece.unit)));
-    if blocks().next().is_none() || blocks().any(|block| !block.is_held()) {
+    let tiles = || shared.tiles.iter().filter(|tile| tile.pieces.iter().any(|piece| of(piece.unit)));
+    if tiles().next().is_none() || tiles().any(|tile| !tile.is_held()) {
         let why = shared.lock().reason.clone();
         return Rehearsed::Unknown(why.unwrap_or_else(|| "there was no memory for a rehearsal".to_owned()));
     }
     // With one step, implementations that differ later could agree.
-    if blocks().any(|block| block.steps() < 2) {
+    if tiles().any(|tile| tile.steps() < 2) {
         return Rehearsed::Unknown("the rehearsal saw fewer than two steps of it".to_owned());
     }
     let mut candidates = 0;
@@ -110,12 +110,12 @@ fn of_class(shared: &Shared, number: usize) -> Rehearsed {
             continue;
         }
         let agrees = |shared: &Shared| -> Result<bool> {
-            for block in blocks() {
-                let Some(found) = block.tried(variant, &shared.units)? else { return Ok(false) };
-                for (piece, arrays) in block.pieces.iter().zip(found) {
+            for tile in tiles() {
+                let Some(found) = tile.tried(variant, &shared.units)? else { return Ok(false) };
+                for (piece, arrays) in tile.pieces.iter().zip(found) {
                     for (array, replayed) in arrays.into_iter().enumerate() {
                         let memory = &*shared.units[piece.unit].arrays[array].memory;
-                        if read(memory, piece.of_unit(block.width(array)))? != replayed {
+                        if read(memory, piece.of_unit(tile.width(array)))? != replayed {
                             return Ok(false);
                         }
                     }

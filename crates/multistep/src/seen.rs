@@ -30,8 +30,8 @@ impl Seen {
             return Ok(());
         }
         let last = std::mem::take(&mut self.last);
-        for block in &shared.blocks {
-            self.are_overwritten |= !block.has_gradients(&last)?;
+        for tile in &shared.tiles {
+            self.are_overwritten |= !tile.has_gradients(&last)?;
         }
         self.before = last.iter().filter_map(address).collect();
         Ok(())

@@ -8,7 +8,7 @@ use std::time::Duration;
 use shardfast_engine::stream::FlatRun;
 use shardfast_engine::{Destination, Pending, Prove};
 use shardfast_format::{Catalog, DType, Dims, Leaf, LeafBody, LeafName, Region};
-use shardfast_optim::{Block, Gradient, Instructions, LionScalars, Step, replay};
+use shardfast_optim::{Gradient, Instructions, LionScalars, Step, Tile, replay};
 use shardfast_store::testing::dice::Dice;
 use shardfast_transfer::capture::Capture;
 use shardfast_transfer::provider::Fences;
@@ -130,10 +130,10 @@ impl Training {
             let [p, m, v] = &self.tensors[number];
             let (mut p, mut m, mut v) = (p.lock(), m.lock(), v.lock());
             let numel = p.len() as u64 / 4;
-            let mut block =
-                Block { offset: 0, numel, dtypes: Dtypes::F32, parameter: &mut p, moments: &mut [&mut m, &mut v] };
+            let mut tile =
+                Tile { offset: 0, numel, dtypes: Dtypes::F32, parameter: &mut p, moments: &mut [&mut m, &mut v] };
             let gradient = Gradient { dtype: Dtype::F32, values, factor: None };
-            replay(Instructions::best(), variant, &mut block, &[Step::Taken { gradient, scalars }]).unwrap();
+            replay(Instructions::best(), variant, &mut tile, &[Step::Taken { gradient, scalars }]).unwrap();
         }
         scalars
     }
@@ -191,15 +191,15 @@ fn expect_holds(engine: &Arc<Engine>, place: &std::path::Path, expected: &[Vec<u
 /// Time at which something else than a step of the optimizer changes the training's or the window's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Moment {
-    /// A tensor, between two steps, while blocks are copied.
+    /// A tensor, between two steps, while tiles are copied.
     DuringCopies,
     /// A tensor, once the copies are paused, before the optimizer steps.
     BeforeStep,
     /// A tensor, after a step, before its gradients are copied.
     AfterStep,
-    /// A tensor, after a step's gradients were copied, before further blocks are.
+    /// A tensor, after a step's gradients were copied, before further tiles are.
     AfterGradients,
-    /// A tensor, after the last step, while blocks are copied.
+    /// A tensor, after the last step, while tiles are copied.
     BeforeClose,
     /// A tensor, between the end of the window and the save.
     AfterClose,
@@ -279,13 +279,13 @@ struct Endings {
     released: u64,
 }
 
-/// Lets blocks be copied for a while, or until no more are.
+/// Lets tiles be copied for a while, or until no more are.
 fn wait_for_copies(window: &Window, dice: &mut Dice) {
     if dice.once_in(3) {
         return std::thread::sleep(Duration::from_micros(dice.below(4000)));
     }
     let (begun, shared) = (Instant::now(), &window.shared);
-    let is_copying = |state: MutexGuard<'_, State>| state.copies || state.next < shared.blocks.len();
+    let is_copying = |state: MutexGuard<'_, State>| state.copies || state.next < shared.tiles.len();
     while is_copying(shared.lock()) {
         assert!(begun.elapsed() < LONG, "a window copies without end: {:?}", window.figures());
         std::thread::yield_now();
@@ -441,7 +441,7 @@ fn expect_soon(is_so: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_step_waits_for_the_block_under_way_and_no_other_begins_before_it_is_over() {
+fn a_step_waits_for_the_tile_under_way_and_no_other_begins_before_it_is_over() {
     const SHORT: Duration = Duration::from_millis(50);
     let engine = Engine::new(shardfast_coord::solo(), 1024 * MIB).unwrap();
     let place = tempfile::tempdir().unwrap();
@@ -464,16 +464,16 @@ fn a_step_waits_for_the_block_under_way_and_no_other_begins_before_it_is_over() 
         std::thread::sleep(SHORT);
         let is_early = steps.load(Ordering::SeqCst);
         slow.may_end.store(true, Ordering::SeqCst);
-        assert!(!is_early, "the optimizer stepped while a block was copied");
+        assert!(!is_early, "the optimizer stepped while a tile was copied");
     });
     std::thread::sleep(SHORT);
-    assert_eq!(slow.begun.load(Ordering::SeqCst), 1, "a block was copied while the optimizer stepped");
+    assert_eq!(slow.begun.load(Ordering::SeqCst), 1, "a tile was copied while the optimizer stepped");
     window.go_on(None).unwrap();
     expect_soon(|| slow.begun.load(Ordering::SeqCst) > 1);
 }
 
 #[test]
-fn gradients_without_memory_let_the_newest_blocks_go() {
+fn gradients_without_memory_let_the_newest_tiles_go() {
     let mut dice = Dice(1);
     let engine = Engine::new(shardfast_coord::solo(), (128 + 16) * MIB).unwrap();
     let place = tempfile::tempdir().unwrap();
@@ -485,7 +485,7 @@ fn gradients_without_memory_let_the_newest_blocks_go() {
     while window.figures().held_bytes < 12 * MIB && Instant::now() < until {
         std::thread::yield_now();
     }
-    // Twelve slots, and one for the gradients of each block, are sixteen.
+    // Twelve slots, and one for the gradients of each tile, are sixteen.
     assert_eq!((window.figures().held_bytes, engine.staging().kept()), (12 * MIB, 12));
     let held: Vec<_> = std::iter::from_fn(|| engine.staging().try_keep(1, 0)).flatten().collect();
     window.stepping(None).unwrap();
@@ -530,7 +530,7 @@ fn a_step_that_does_not_fit_lets_go_before_the_save() {
         Applied { unit, dtype: Dtype::F32, gradient, factor: None, scalars, device_bias: None }
     });
     // No replay can find it out.
-    let under_way = window.shared.blocks[0].lock_slots();
+    let under_way = window.shared.tiles[0].lock_slots();
     window.stepped(applied.collect(), None).unwrap();
     assert_eq!(window.figures().held_bytes, 0);
     drop(under_way);
@@ -543,16 +543,16 @@ fn a_step_that_does_not_fit_lets_go_before_the_save() {
 }
 
 #[test]
-fn a_block_that_is_let_go_during_its_replay_gives_its_memory_back() {
+fn a_tile_that_is_let_go_during_its_replay_gives_its_memory_back() {
     let engine = Engine::new(shardfast_coord::solo(), 1 << 30).unwrap();
     let training = Training::new(&[1000], &mut Dice(2));
     let units = training.units();
-    let block = block::blocks(&[class()], &units, &[(0, 0..1000)]).remove(0);
-    block.hold(engine.staging().try_keep(3, 0).unwrap(), Fences::default());
-    let under_way = block.lock_slots();
-    assert_eq!(block.release(), 12_000);
+    let tile = tile::tiles(&[class()], &units, &[(0, 0..1000)]).remove(0);
+    tile.hold(engine.staging().try_keep(3, 0).unwrap(), Fences::default());
+    let under_way = tile.lock_slots();
+    assert_eq!(tile.release(), 12_000);
     drop(under_way);
     assert_eq!(engine.staging().kept(), 3);
-    block.replay(&units).unwrap();
+    tile.replay(&units).unwrap();
     assert_eq!(engine.staging().kept(), 0);
 }

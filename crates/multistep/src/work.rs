@@ -12,15 +12,15 @@ use shardfast_transfer::digest::digest;
 use shardfast_transfer::error::{Error, Result};
 use shardfast_transfer::provider::Fences;
 
-use super::block::{Block, Waiting};
+use super::tile::{Tile, Waiting};
 use super::{Applied, Shared, Used, ms};
 
 /// Purposes for which a device's copies are begun, in this order.
 pub(super) enum Ask {
-    /// Gradients of the held blocks.
+    /// Gradients of the held tiles.
     Gradients(Vec<Applied>),
-    /// Blocks, until the next step.
-    Blocks,
+    /// Tiles, until the next step.
+    Tiles,
 }
 
 /// Gradients that are kept until they were copied.
@@ -56,7 +56,7 @@ impl Shared {
         }
     }
 
-    /// Copies from a host, replays, and settles the blocks that the save takes.
+    /// Copies from a host, replays, and settles the tiles that the save takes.
     pub(super) fn work(&self) {
         loop {
             match self.next() {
@@ -70,7 +70,7 @@ impl Shared {
                     match copied {
                         Ok(true) => {}
                         // The budget is used up: what is not held is left to the save.
-                        Ok(false) => state.next = self.blocks.len(),
+                        Ok(false) => state.next = self.tiles.len(),
                         Err(error) => _ = state.reason.get_or_insert(error.message),
                     }
                     self.changed.notify_all();
@@ -91,11 +91,11 @@ impl Shared {
                     let begun = Instant::now();
                     // What the device sums of its own memory is compared with it.
                     let sum = if self.beside.is_some() { digest } else { crc64 };
-                    for (number, block) in self.blocks.iter().enumerate() {
+                    for (number, tile) in self.tiles.iter().enumerate() {
                         if self.lock().is_over {
                             return;
                         }
-                        if let Err(error) = block.settle(sum) {
+                        if let Err(error) = tile.settle(sum) {
                             self.release(number, &error.message);
                         }
                     }
@@ -116,7 +116,7 @@ impl Shared {
             if state.is_over {
                 return Job::End;
             }
-            if state.may_copy && !state.is_closed && state.next < self.blocks.len() {
+            if state.may_copy && !state.is_closed && state.next < self.tiles.len() {
                 state.copies = true;
                 state.next += 1;
                 return Job::Copy(state.next - 1);
@@ -133,7 +133,7 @@ impl Shared {
 
     /// Begins a device's copies, as they are asked for.
     pub(super) fn begin_copies(&self) {
-        // Of all optimizers, since blocks were begun.
+        // Of all optimizers, since tiles were begun.
         let mut gradient_bytes = 0;
         loop {
             let mut state = self.lock();
@@ -155,7 +155,7 @@ impl Shared {
             drop(state);
             let begun = match ask {
                 Ask::Gradients(applied) => self.keep(applied).map(|bytes| gradient_bytes += bytes),
-                Ask::Blocks => self.begin_blocks(std::mem::take(&mut gradient_bytes)),
+                Ask::Tiles => self.begin_tiles(std::mem::take(&mut gradient_bytes)),
             };
             if let Err(error) = begun {
                 self.let_go_from(0, &error.message);
@@ -163,11 +163,11 @@ impl Shared {
         }
     }
 
-    /// Returns those of these gradients of which a block is held: a device's memory is kept for no others.
+    /// Returns those of these gradients of which a tile is held: a device's memory is kept for no others.
     pub(super) fn of_held(&self, mut applied: Vec<Applied>) -> Vec<Applied> {
         let mut is_held = vec![false; self.units.len()];
-        let held = self.blocks.iter().filter(|block| block.is_held());
-        held.flat_map(|block| &block.pieces).for_each(|piece| is_held[piece.unit] = true);
+        let held = self.tiles.iter().filter(|tile| tile.is_held());
+        held.flat_map(|tile| &tile.pieces).for_each(|piece| is_held[piece.unit] = true);
         applied.retain(|one| is_held[one.unit]);
         applied
     }
@@ -186,46 +186,46 @@ impl Shared {
         Ok(copied)
     }
 
-    /// Begins to copy as many blocks as are copied until the next step.
-    fn begin_blocks(&self, gradient_bytes: u64) -> Result<()> {
+    /// Begins to copy as many tiles as are copied until the next step.
+    fn begin_tiles(&self, gradient_bytes: u64) -> Result<()> {
         let Some(beside) = &self.beside else { return Ok(()) };
         let bytes = beside.bytes(gradient_bytes)?;
         let mut begun = 0;
         loop {
             let number = self.lock().next;
-            let Some(block) = self.blocks.get(number).filter(|block| begun + block.bytes() <= bytes) else { break };
+            let Some(tile) = self.tiles.get(number).filter(|tile| begun + tile.bytes() <= bytes) else { break };
             match self.capture(number)? {
-                true => begun += block.bytes(),
+                true => begun += tile.bytes(),
                 // The budget is used up: what is not held is left to the save.
-                false => self.lock().next = self.blocks.len(),
+                false => self.lock().next = self.tiles.len(),
             }
             let mut state = self.lock();
-            state.next = self.blocks.len().min(state.next + 1);
+            state.next = self.tiles.len().min(state.next + 1);
         }
         beside.copied(begun)
     }
 
-    /// Copies a block, or begins to; whether there was memory for it.
+    /// Copies a tile, or begins to; whether there was memory for it.
     pub(super) fn capture(&self, number: usize) -> Result<bool> {
-        let block = &self.blocks[number];
-        // Each block that is held needs a slot for its next gradients.
+        let tile = &self.tiles[number];
+        // Each tile that is held needs a slot for its next gradients.
         let held = self.held.load(Ordering::Relaxed);
-        let Some(mut slots) = self.staging.try_keep(block.arrays, held + 1) else { return Ok(false) };
+        let Some(mut slots) = self.staging.try_keep(tile.arrays, held + 1) else { return Ok(false) };
         let mut fences = Fences::default();
-        for piece in &block.pieces {
+        for piece in &tile.pieces {
             let unit = &self.units[piece.unit];
             for (array, slot) in slots.iter_mut().enumerate() {
-                let (from, to) = (piece.of_unit(block.width(array)), piece.of_block(block.width(array)));
+                let (from, to) = (piece.of_unit(tile.width(array)), piece.of_tile(tile.width(array)));
                 unit.arrays[array].memory.fill(from.start, &mut slot[to], &mut fences)?;
             }
         }
         fences.mark()?;
         self.held.fetch_add(1, Ordering::Relaxed);
-        block.hold(slots, fences);
+        tile.hold(slots, fences);
         Ok(true)
     }
 
-    /// Copies the gradients of the held blocks, or begins to.
+    /// Copies the gradients of the held tiles, or begins to.
     pub(super) fn follow(&self, applied: &[Applied]) -> Result<Followed> {
         let begun = Instant::now();
         let mut of = vec![None; self.units.len()];
@@ -235,7 +235,7 @@ impl Shared {
         // Declared before the fences, which are waited for before the slots go back.
         let mut waiting = Vec::new();
         let mut all = Followed::default();
-        for number in 0..self.blocks.len() {
+        for number in 0..self.tiles.len() {
             if let Some((gradients, bytes)) = self.gradients_of(number, &of, &mut all.fences) {
                 waiting.push((number, gradients));
                 all.bytes += bytes;
@@ -245,8 +245,8 @@ impl Shared {
         let mut to_replay = Vec::new();
         for (number, mut gradients) in waiting {
             gradients.fences = all.fences.clone();
-            let waits = self.blocks[number].wait_for(gradients);
-            if waits && self.blocks[number].variant.is_some() {
+            let waits = self.tiles[number].wait_for(gradients);
+            if waits && self.tiles[number].variant.is_some() {
                 to_replay.push(number);
             }
         }
@@ -260,27 +260,27 @@ impl Shared {
         Ok(all)
     }
 
-    /// Returns the gradients of a held block, and how many bytes are copied. They are there once `fences` was waited
+    /// Returns the gradients of a held tile, and how many bytes are copied. They are there once `fences` was waited
     /// for.
     fn gradients_of(&self, number: usize, applied: &[Option<&Applied>], fences: &mut Fences) -> Option<(Waiting, u64)> {
-        let block = &self.blocks[number];
-        if !block.is_held() || block.pieces.iter().all(|piece| applied[piece.unit].is_none()) {
+        let tile = &self.tiles[number];
+        if !tile.is_held() || tile.pieces.iter().all(|piece| applied[piece.unit].is_none()) {
             return None;
         }
         let mut slot = self.slot_for_gradients(number)?;
-        let mut steps: Vec<Option<Used>> = Vec::with_capacity(block.pieces.len());
+        let mut steps: Vec<Option<Used>> = Vec::with_capacity(tile.pieces.len());
         let mut bytes = 0;
-        for piece in &block.pieces {
+        for piece in &tile.pieces {
             let Some(one) = applied[piece.unit] else {
                 steps.push(None);
                 continue;
             };
             let Applied { dtype, factor, scalars, device_bias, .. } = *one;
             let used = Used { dtype, factor, scalars, device_bias };
-            let (from, to) = (piece.of_unit(dtype.bytes()), piece.of_block(dtype.bytes()));
+            let (from, to) = (piece.of_unit(dtype.bytes()), piece.of_tile(dtype.bytes()));
             let length = self.units[piece.unit].numel * dtype.bytes() as u64;
-            // Of one block most parameters step alike.
-            let fits = if steps.contains(&Some(used)) { Ok(()) } else { block.expect_fits(&used) };
+            // Of one tile most parameters step alike.
+            let fits = if steps.contains(&Some(used)) { Ok(()) } else { tile.expect_fits(&used) };
             let filled = fits.and_then(|()| match slot.get_mut(to.clone()) {
                 Some(out) if one.gradient.bytes() == length => one.gradient.fill(from.start, out, fences),
                 _ => Err(Error::invalid("a gradient has another size than its parameter")),
@@ -297,13 +297,13 @@ impl Shared {
         Some((Waiting { fences: Fences::default(), slot, steps }, bytes))
     }
 
-    /// Returns a slot for a block's gradients. If there is none, the newest blocks are released, this one last.
+    /// Returns a slot for a tile's gradients. If there is none, the newest tiles are released, this one last.
     fn slot_for_gradients(&self, number: usize) -> Option<shardfast_transfer::staging::Slot> {
         loop {
             if let Some(slot) = self.staging.try_keep(1, 0).and_then(|mut slots| slots.pop()) {
                 return Some(slot);
             }
-            let newest = self.blocks.iter().rposition(Block::is_held)?;
+            let newest = self.tiles.iter().rposition(Tile::is_held)?;
             self.release(newest, "there was no memory for gradients");
             if newest <= number {
                 return None;
@@ -312,6 +312,6 @@ impl Shared {
     }
 
     fn replay(&self, number: usize) -> Result<()> {
-        self.blocks[number].replay(&self.units).inspect_err(|error| self.release(number, &error.message))
+        self.tiles[number].replay(&self.units).inspect_err(|error| self.release(number, &error.message))
     }
 }

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
-use shardfast_engine::{Error, Kind, Loaded, PeerReads, ValueRef, Want, runs};
+use shardfast_engine::newest::newest_since;
+use shardfast_engine::{Error, Kind, Loaded, PeerReads, ValueRef, Want};
 use shardfast_format::region::checked_numel;
 use shardfast_format::{DType, LeafKind, Manifest};
 
@@ -61,14 +62,16 @@ pub(crate) fn open(
 type Found = (Option<(u64, Checkpoint)>, Vec<String>);
 
 /// Opens the newest committed checkpoint of the run at `url`, of those of a step lower than `below` if that is given.
-/// Returns its step, it, and what was passed over, or `None` for a run without one. `after_s`: seconds since the user's
-/// call.
+/// `near` is the run's nearer place, if it has one. Returns its step, it, and what was passed over, or `None` for a run
+/// without one. `after_s`: seconds since the user's call.
 #[pyfunction]
-#[pyo3(signature = (session, url, *, older, below=None, timeout_s, after_s=0.0))]
+#[pyo3(signature = (session, url, *, near=None, older, below=None, timeout_s, after_s=0.0))]
+#[allow(clippy::too_many_arguments)] // keywords of Python
 pub(crate) fn newest(
     py: Python<'_>,
     session: &Session,
     url: &str,
+    near: Option<&str>,
     older: bool,
     below: Option<u64>,
     timeout_s: f64,
@@ -76,7 +79,7 @@ pub(crate) fn newest(
 ) -> PyResult<Found> {
     let timeout = seconds(timeout_s)?;
     let (engine, began) = (session.engine()?, began(after_s)?);
-    let newest = interruptible(py, || runs::newest_since(engine, url, (below, older), began, timeout))?;
+    let newest = interruptible(py, || newest_since(engine, (url, near), (below, older), began, timeout))?;
     let found = match newest.found {
         Some((step, checkpoint)) => Some((step, Checkpoint::new(py, checkpoint)?)),
         None => None,
@@ -84,23 +87,27 @@ pub(crate) fn newest(
     Ok((found, newest.skipped))
 }
 
-/// Makes sure that the run at `url` holds no committed checkpoint of the step `step` or a later one; with `rewind`
-/// those move out of its way. Returns the steps that moved, and the URL of the run that they are now; `None` if there
-/// were none.
+/// Makes sure that the run at `url`, and its nearer place `near` if it has one, hold no committed checkpoint of the
+/// step `step` or a later one; with `rewind`, and in the nearer place with its own flag, those move out of its way.
+/// Makes the job the newest of the run. Returns for each place from which steps moved its URL, the steps, and the URL
+/// of the run that they are now.
 #[pyfunction]
-#[pyo3(signature = (session, url, step, *, rewind, timeout_s))]
+#[pyo3(signature = (session, url, step, *, near=None, rewind, timeout_s))]
+#[allow(clippy::type_complexity)] // it is what Python gets
 pub(crate) fn begin_run(
     py: Python<'_>,
     session: &Session,
     url: &str,
     step: u64,
+    near: Option<(String, bool)>,
     rewind: bool,
     timeout_s: f64,
-) -> PyResult<Option<(Vec<u64>, Option<String>)>> {
+) -> PyResult<Vec<(String, Vec<u64>, Option<String>)>> {
     let timeout = seconds(timeout_s)?;
     let engine = session.engine()?;
-    let rewound = interruptible(py, || shardfast_engine::rewind::begin(engine, url, step, rewind, timeout))?;
-    Ok(rewound.map(|rewound| (rewound.moved, rewound.into)))
+    let near = near.as_ref().map(|(near, moves)| (near.as_str(), *moves));
+    let rewound = interruptible(py, || shardfast_engine::rewind::begin(engine, (url, near), step, rewind, timeout))?;
+    Ok(rewound.into_iter().map(|rewound| (rewound.url, rewound.moved, rewound.into)).collect())
 }
 
 /// Returns the URL of the checkpoint of a step of a run.
@@ -141,6 +148,12 @@ impl Checkpoint {
     fn moved(&self) -> PyResult<(u64, u64)> {
         let moved = self.checkpoint.get()?.moved().unwrap_or_default();
         Ok((moved.bytes, moved.copied))
+    }
+
+    /// Returns the bytes that this rank has read from each level on which the checkpoint lies, by its name.
+    fn sources(&self) -> PyResult<Vec<(String, u64)>> {
+        let sources = self.checkpoint.get()?.files.sources();
+        Ok(sources.into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect())
     }
 
     /// Notes that the load has failed on this rank with this kind and message; does nothing if it has ended.

@@ -18,7 +18,8 @@ pub(crate) fn run(py: Python<'_>, argv: Vec<OsString>, host: &Py<PyAny>) -> PyRe
             Host::default()
         })
     };
-    let exit_code = py.detach(|| shardfast_cli::run(argv, ask));
+    let me = crate::keeper::command(py)?;
+    let exit_code = py.detach(|| shardfast_cli::run(argv, &me, ask));
     failure.map_or(Ok(exit_code), Err)
 }
 

@@ -400,7 +400,7 @@ impl Described {
         let (compared, makers) = (Arc::clone(&self.compared), Arc::clone(&self.makers));
         Ok(move || {
             let providers = now.providers(&bodies);
-            State { catalog, providers, replicas, compared, makers, ahead_since: None }
+            State { catalog, providers, replicas, compared, makers, ahead_since: None, file_bytes_max: None }
         })
     }
 

@@ -5,15 +5,18 @@ mod checkpoint;
 mod command;
 mod deferred_decref;
 mod dlpack;
+mod drain;
 mod errors;
 mod hold;
 mod interrupt;
 mod interval;
+mod keeper;
 mod leaves;
 mod mapped;
 mod memory_samples;
 mod multistep;
 mod outline;
+mod outlive;
 mod parts;
 mod pending;
 mod process;
@@ -39,9 +42,15 @@ mod _native {
     #[pymodule_export]
     use crate::deferred_decref::interpreter_ends;
     #[pymodule_export]
+    use crate::drain::{Drain, near_place};
+    #[pymodule_export]
     use crate::hold::{Hold, Stamp};
     #[pymodule_export]
     use crate::interval::{best_interval, mean_time_between_failures, time_of};
+    #[pymodule_export]
+    use crate::keeper::{
+        Keepers, adopt_near, dismiss_keeper, keeper_process, keeper_users, meet_keepers, memory_place,
+    };
     #[pymodule_export]
     use crate::leaves::Described;
     #[pymodule_export]
@@ -50,6 +59,8 @@ mod _native {
     use crate::multistep::Window;
     #[pymodule_export]
     use crate::outline::Outline;
+    #[pymodule_export]
+    use crate::outlive::outlive;
     #[pymodule_export]
     use crate::pending::{Pending, save};
     #[pymodule_export]

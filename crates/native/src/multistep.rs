@@ -83,7 +83,7 @@ impl Window {
                 let &PartInRun { leaf, part, block, .. } =
                     runs.get(address).filter(|part| part.block.total_bytes() == bytes)?;
                 let memory: Arc<dyn Provider> = match &beside {
-                    Some(beside) => Arc::new(Held::on_device(beside.blocks(), block, &owner)),
+                    Some(beside) => Arc::new(Held::on_device(beside.tiles(), block, &owner)),
                     None => Arc::new(Held::lazily(block, &owner)),
                 };
                 Some(Array { leaf, part, memory })
@@ -111,7 +111,7 @@ impl Window {
         py.detach(|| window.go_on(on)).map_err(raise)
     }
 
-    /// An optimizer is about to step: waits for the block under way.
+    /// An optimizer is about to step: waits for the tile under way.
     fn stepping(&self, py: Python<'_>, streams: Streams) -> PyResult<()> {
         let (window, on) = (self.window.get()?, foreign(self.device, &streams)?);
         py.detach(|| window.stepping(on)).map_err(raise)
@@ -185,14 +185,14 @@ impl Window {
         Ok(self.window.get()?.pace().map(|pace| (pace.bytes_per_ms, pace.room_ms)))
     }
 
-    /// Releases all held blocks.
+    /// Releases all held tiles.
     fn release(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let window = self.window.get()?;
         py.detach(|| window.release(reason));
         Ok(())
     }
 
-    /// Returns the reason why a block was released; `None` if none was.
+    /// Returns the reason why a tile was released; `None` if none was.
     fn reason(&self) -> PyResult<Option<String>> {
         Ok(self.window.get()?.reason())
     }

@@ -24,11 +24,11 @@ pub(crate) struct Pending {
 /// kept until the save needs the tensors' memory no more; until it is staged that memory must not be written. `streams`
 /// are those that the program uses now, by device: copies begin after their present work. `blocking`: the caller does
 /// nothing else until the save has ended. `prove`: which replicas are compared, `None` for those of leaves that the
-/// first save of a plan compares. `window` is what was captured ahead of this save. `after_s`: seconds since the user's
-/// call, in which the state was described.
+/// first save of a plan compares. `window` is what was captured ahead of this save. `file_bytes_max`: most bytes of
+/// data in a file. `after_s`: seconds since the user's call, in which the state was described.
 #[pyfunction]
 #[pyo3(signature = (session, url, described, values, owner, *, step, user, timeout_s, streams=BTreeMap::new(),
-                   blocking=false, prove=None, window=None, after_s=0.0))]
+                   blocking=false, prove=None, window=None, file_bytes_max=None, after_s=0.0))]
 #[allow(clippy::too_many_arguments)] // as many as Python names
 pub(crate) fn save(
     session: &Session,
@@ -43,6 +43,7 @@ pub(crate) fn save(
     blocking: bool,
     prove: Option<bool>,
     window: Option<&Window>,
+    file_bytes_max: Option<u64>,
     after_s: f64,
     py: Python<'_>,
 ) -> PyResult<Pending> {
@@ -54,6 +55,7 @@ pub(crate) fn save(
         let mut state = state();
         // Adapters number the ranks that hold a tensor as the whole job does.
         state.replicas = state.replicas.filter(|_| is_whole_job);
+        state.file_bytes_max = file_bytes_max;
         match captured {
             Some(captured) => captured.over(state),
             None => state,

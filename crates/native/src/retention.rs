@@ -7,7 +7,7 @@ use shardfast_engine::retention::{self, Best, Keep};
 
 use crate::interrupt::interruptible;
 use crate::process::Own;
-use crate::session::seconds;
+use crate::session::{Session, seconds};
 
 /// The retention of one run. One rank has it.
 #[pyclass(frozen, module = "shardfast._native")]
@@ -33,6 +33,15 @@ impl Retention {
         let best = best.into_iter().map(|(metric, count, largest)| Best { metric, count, largest }).collect();
         let retention = retention::Retention::new(url, Keep { last, every, best }).within(within);
         Ok(Retention { retention: Own::new("this retention", Mutex::new(retention)) })
+    }
+
+    /// Deletes from now on only while the job of that session is the newest of the run at `url`.
+    fn begin(&self, py: Python<'_>, session: &Session, url: &str) -> PyResult<()> {
+        let job = session.engine()?.job(url);
+        self.locked(py, |retention| {
+            retention.begin(job);
+            Ok(())
+        })
     }
 
     /// Takes back the committed checkpoints that no rule keeps; `made` are the steps whose saves this process has

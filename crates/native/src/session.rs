@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use shardfast_coord::grpc::{self, Membership, Tls};
-use shardfast_coord::{Coord, Topology};
+use shardfast_coord::{Coord, Ports, Topology};
 use shardfast_engine::listen::{Refused, Verb};
 use shardfast_engine::{Engine, Error, of_ranks, staging_bytes_default};
 use shardfast_telemetry::Telemetry;
@@ -30,10 +30,10 @@ pub(crate) struct Place {
 
 #[pymethods]
 impl Place {
-    /// The place of `rank` in the tree of `world` ranks, of which `local_world` share a node; `tls` are the files of a
-    /// certificate, its key and its authority.
+    /// The place of `rank` in the tree of `world` ranks, of which `local_world` share a node. It listens at `port`;
+    /// with 0 at one of `ports`, or at any. `tls` are the files of a certificate, its key and its authority.
     #[new]
-    #[pyo3(signature = (host, rank, world, token, *, local_world=1, fan_out=None, port=0, tls=None))]
+    #[pyo3(signature = (host, rank, world, token, *, local_world=1, fan_out=None, port=0, ports=None, tls=None))]
     #[allow(clippy::too_many_arguments)] // as many as Python names
     fn new(
         py: Python<'_>,
@@ -44,12 +44,14 @@ impl Place {
         local_world: u32,
         fan_out: Option<u32>,
         port: u16,
+        ports: Option<(u16, u16)>,
         tls: Option<(PathBuf, PathBuf, PathBuf)>,
     ) -> PyResult<Place> {
         let open = || {
             let topology = Topology::new(world, local_world, fan_out.unwrap_or(Topology::FAN_OUT_DEFAULT))?;
             let tls = tls.map(|(certificate, key, authority)| Tls::read(&certificate, &key, &authority)).transpose()?;
-            grpc::Place::open(Membership { host, rank, topology, token, tls }, port)
+            let ports = ports.map_or_else(Ports::default, |(first, last)| Ports::only(first..=last));
+            grpc::Place::open(Membership { host, ports, rank, topology, token, tls }, port)
         };
         let place = py.detach(open).map_err(|error| raise(of_ranks(error)))?;
         let (parent, address) = (place.parent(), place.address().map(ToOwned::to_owned));
@@ -82,14 +84,18 @@ impl Place {
     }
 
     /// Joins the ranks of the job, through the parent at `parent`; `None` for rank 0. `is_whole_job`: none of the job's
-    /// ranks is left out.
-    #[pyo3(signature = (parent, timeout_s, *, local_world=1, staging_bytes=None, is_whole_job=true))]
+    /// ranks is left out. `local_rank` is this rank's number on its machine; without it, ranks stand there in order.
+    #[pyo3(signature = (
+        parent, timeout_s, *, local_world=1, local_rank=None, staging_bytes=None, is_whole_job=true
+    ))]
+    #[allow(clippy::too_many_arguments)] // keywords of Python
     fn join(
         &self,
         py: Python<'_>,
         parent: Option<&str>,
         timeout_s: f64,
         local_world: u32,
+        local_rank: Option<u32>,
         staging_bytes: Option<u64>,
         is_whole_job: bool,
     ) -> PyResult<Session> {
@@ -97,7 +103,7 @@ impl Place {
         let (place, parent) = (self.taken()?, parent.map(ToOwned::to_owned));
         let coord = abandonable(py, move || place.join(parent.as_deref(), timeout))?;
         let coord = coord.map_err(|error| raise(of_ranks(error)))?;
-        let local_rank = coord.rank() % local_world.max(1);
+        let local_rank = local_rank.unwrap_or(coord.rank() % local_world.max(1));
         let staging_bytes = staging_bytes.unwrap_or_else(|| staging_bytes_default(local_world));
         let session = Session::new(coord, staging_bytes, local_rank)?;
         Ok(Session { is_whole_job, local_world, ..session })
@@ -202,6 +208,13 @@ impl Session {
     ) -> PyResult<()> {
         let (engine, timeout) = (self.engine()?, seconds(timeout_s)?);
         interruptible(py, || engine.expect_same(call, url, terms, timeout))
+    }
+
+    /// Returns whether it is so on all ranks, each of which makes that call.
+    fn are_all(&self, py: Python<'_>, call: &str, is_so: bool, timeout_s: f64) -> PyResult<bool> {
+        let (engine, timeout) = (self.engine()?, seconds(timeout_s)?);
+        let decide = |all: Vec<bool>| Ok(vec![!all.contains(&false); all.len()]);
+        interruptible(py, || engine.decide(("agree on", call), Ok(is_so), decide, timeout))
     }
 
     /// Makes and page-locks staging memory for what a save of that state copies from devices, in the background.

@@ -1,19 +1,19 @@
 //! Replays the steps that standard input describes, and writes the result to standard output, for tests that compare
 //! with a framework's own steps.
 //!
-//! `replay <variant> <dtype of gradients> <factor or -> <steps in a pass> <elements of a block> <numel>,<numel>,...`
+//! `replay <variant> <dtype of gradients> <factor or -> <steps in a pass> <elements of a tile> <numel>,<numel>,...`
 //!
 //! Input, all little-endian: the number of steps (`u64`), the scalars of each step (`f64` in the order of the fields,
 //! flags as 0 or 1, those of Adam's bias last: first correction, second, whether of the device), then for each
 //! tensor its parameter and moments, then for each step the gradients of all tensors. Output: parameter and moments
-//! of each tensor after each pass, blocks stepped by two threads where there are several.
+//! of each tensor after each pass, tiles stepped by two threads where there are several.
 
 use std::error::Error;
 use std::io::{Read, Write};
 
 use shardfast_optim::{
-    AdagradScalars, AdamScalars, Bias, Block, Dtype, Gradient, Instructions, Kind, LionScalars, Scalars, SgdScalars,
-    Step, Variant, replay,
+    AdagradScalars, AdamScalars, Bias, Dtype, Gradient, Instructions, Kind, LionScalars, Scalars, SgdScalars, Step,
+    Tile, Variant, replay,
 };
 
 /// Arguments in their order, which the documentation above describes.
@@ -22,14 +22,14 @@ struct Arguments {
     gradient: Dtype,
     factor: Option<f32>,
     pass: usize,
-    block: usize,
+    tile: usize,
     numels: Vec<usize>,
 }
 
 /// Parameter and moments of a tensor.
 type Arrays = Vec<Vec<u8>>;
 
-/// Place, parameter and moments of a block.
+/// Place, parameter and moments of a tile.
 type Cut<'a> = (usize, &'a mut [u8], Vec<&'a mut [u8]>);
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -69,7 +69,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 fn arguments() -> Result<Arguments, Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [variant, gradient, factor, pass, block, numels] = arguments.as_slice() else {
+    let [variant, gradient, factor, pass, tile, numels] = arguments.as_slice() else {
         return Err("expected six arguments; the source says which".into());
     };
     Ok(Arguments {
@@ -77,7 +77,7 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
         gradient: if gradient == "BF16" { Dtype::Bf16 } else { Dtype::F32 },
         factor: if factor == "-" { None } else { Some(factor.parse()?) },
         pass: pass.parse()?,
-        block: block.parse()?,
+        tile: tile.parse()?,
         numels: numels.split(',').map(str::parse).collect::<Result<_, _>>()?,
     })
 }
@@ -127,7 +127,7 @@ fn scalars(kind: Kind, rest: &mut &[u8]) -> Result<Scalars, Box<dyn Error>> {
     })
 }
 
-/// Steps one tensor, cut into blocks that two threads share.
+/// Steps one tensor, cut into tiles that two threads share.
 fn step_tensor(
     arguments: &Arguments,
     numel: usize,
@@ -137,15 +137,15 @@ fn step_tensor(
     let dtypes = arguments.variant.dtypes();
     let (parameter, moments) = arrays.split_at_mut(1);
     let mut runs: Vec<_> =
-        moments.iter_mut().map(|array| array.chunks_mut(arguments.block * dtypes.moments.bytes())).collect();
-    let mut blocks = Vec::new();
-    for (number, parameter) in parameter[0].chunks_mut(arguments.block * dtypes.parameter.bytes()).enumerate() {
+        moments.iter_mut().map(|array| array.chunks_mut(arguments.tile * dtypes.moments.bytes())).collect();
+    let mut tiles = Vec::new();
+    for (number, parameter) in parameter[0].chunks_mut(arguments.tile * dtypes.parameter.bytes()).enumerate() {
         let moments: Vec<&mut [u8]> = runs.iter_mut().filter_map(Iterator::next).collect();
-        blocks.push((number * arguments.block, parameter, moments));
+        tiles.push((number * arguments.tile, parameter, moments));
     }
-    let behind = blocks.split_off(blocks.len() / 2);
-    let step_all = |blocks: Vec<Cut<'_>>| {
-        for (offset, parameter, mut moments) in blocks {
+    let behind = tiles.split_off(tiles.len() / 2);
+    let step_all = |tiles: Vec<Cut<'_>>| {
+        for (offset, parameter, mut moments) in tiles {
             let elements = parameter.len() / dtypes.parameter.bytes();
             let size = arguments.gradient.bytes();
             let steps: Vec<Step<'_>> = steps
@@ -159,14 +159,14 @@ fn step_tensor(
                     scalars: *scalars,
                 })
                 .collect();
-            let mut block =
-                Block { offset: offset as u64, numel: numel as u64, dtypes, parameter, moments: &mut moments };
-            replay(Instructions::best(), arguments.variant, &mut block, &steps)?;
+            let mut tile =
+                Tile { offset: offset as u64, numel: numel as u64, dtypes, parameter, moments: &mut moments };
+            replay(Instructions::best(), arguments.variant, &mut tile, &steps)?;
         }
         Ok(())
     };
     std::thread::scope(|scope| {
-        let other = (!blocks.is_empty()).then(|| scope.spawn(|| step_all(blocks)));
+        let other = (!tiles.is_empty()).then(|| scope.spawn(|| step_all(tiles)));
         let own: Result<(), shardfast_optim::Error> = step_all(behind);
         own.and(other.map_or(Ok(()), |thread| thread.join().expect("replay does not panic")))
     })?;

@@ -3,7 +3,7 @@
 use crate::dtype::Dtype;
 use crate::kind::Kind;
 
-/// Arguments that contradict each other: a block, a gradient or scalars. Nothing was written.
+/// Arguments that contradict each other: a tile, a gradient or scalars. Nothing was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// An array whose length is not that of the parameter's elements.
@@ -28,18 +28,18 @@ pub enum Error {
         /// Element type of the array.
         dtype: Dtype,
     },
-    /// A block that reaches beyond its tensor.
-    #[error("replay: the block has elements {offset} to {end}, its tensor has {numel}; pass both in elements")]
+    /// A tile that reaches beyond its tensor.
+    #[error("replay: the tile has elements {offset} to {end}, its tensor has {numel}; pass both in elements")]
     Place {
-        /// First element of the block in its flattened tensor.
+        /// First element of the tile in its flattened tensor.
         offset: u64,
         /// Element after the last one; `u64::MAX` if it does not fit.
         end: u64,
         /// Number of elements of the tensor.
         numel: u64,
     },
-    /// A block with more or fewer moments than the step uses.
-    #[error("replay: step {step} of {kind} uses {expected} moments, the block has {found}; pass them in their order")]
+    /// A tile with more or fewer moments than the step uses.
+    #[error("replay: step {step} of {kind} uses {expected} moments, the tile has {found}; pass them in their order")]
     Moments {
         /// Index of the step in the call, from 0.
         step: usize,
@@ -47,7 +47,7 @@ pub enum Error {
         kind: Kind,
         /// Number of moments that the step's flags ask for.
         expected: usize,
-        /// Number of moments of the block.
+        /// Number of moments of the tile.
         found: usize,
     },
     /// Arrays of element types that the implementation does not have.

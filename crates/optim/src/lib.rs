@@ -3,7 +3,6 @@
 
 mod adagrad;
 mod adam;
-mod block;
 mod dtype;
 mod error;
 mod instructions;
@@ -16,9 +15,9 @@ mod scalars;
 mod sequence;
 mod sgd;
 mod task;
+mod tile;
 mod variant;
 
-pub use block::{Block, Gradient, Step};
 pub use dtype::{Dtype, Dtypes};
 pub use error::Error;
 pub use instructions::Instructions;
@@ -29,4 +28,5 @@ pub use sequence::{
     AdagradSequence, AdagradUpdate, AdamSequence, AdamUpdate, Complement, Decay, FirstMoment, Largest, LionSequence,
     MulAdd, Narrowing, SecondMoment, SgdSequence, TwoProducts,
 };
+pub use tile::{Gradient, Step, Tile};
 pub use variant::{Parts, Sequences, Variant};

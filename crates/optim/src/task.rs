@@ -1,22 +1,22 @@
-//! Steps a block: loads each piece once, applies all waiting gradients, and stores it once.
+//! Steps a tile: loads each piece once, applies all waiting gradients, and stores it once.
 
-use crate::block::{Block, Gradient};
 use crate::dtype::{Dtype, Dtypes};
 use crate::optimizer::Optimizer;
 use crate::piece::{Fma, PIECE, Piece, each, from_bf16, narrowed, to_bf16};
+use crate::tile::{Gradient, Tile};
 use crate::variant::Parts;
 
-/// A step that changes the block.
+/// A step that changes the tile.
 pub(crate) struct Taken<'a, C> {
     pub(crate) gradient: Gradient<'a>,
     pub(crate) body: C,
     pub(crate) tail: C,
 }
 
-/// Checked work on one block.
+/// Checked work on one tile.
 pub(crate) struct Task<'t, 'a, O: Optimizer> {
     pub(crate) parts: &'t Parts<O>,
-    pub(crate) block: &'t mut Block<'a>,
+    pub(crate) tile: &'t mut Tile<'a>,
     /// Number of elements before the tail.
     pub(crate) split: usize,
     pub(crate) elements: usize,
@@ -24,10 +24,10 @@ pub(crate) struct Task<'t, 'a, O: Optimizer> {
 }
 
 impl<O: Optimizer> Task<'_, '_, O> {
-    /// Steps the block; compiled once for each set of instructions.
+    /// Steps the tile; compiled once for each set of instructions.
     #[inline(always)]
     pub(crate) fn run<F: Fma>(self) {
-        let Dtypes { parameter, moments } = self.block.dtypes;
+        let Dtypes { parameter, moments } = self.tile.dtypes;
         // The rest of an incomplete piece keeps its old values, which nothing reads.
         let (mut p, mut state, mut g) = ([0.0; PIECE], [[0.0; PIECE]; 3], [0.0; PIECE]);
         for is_tail in [false, true] {
@@ -35,8 +35,8 @@ impl<O: Optimizer> Task<'_, '_, O> {
             let sequence = if is_tail { &self.parts.tail } else { &self.parts.body };
             for at in (start..end).step_by(PIECE) {
                 let count = PIECE.min(end - at);
-                load(parameter, self.block.parameter, at, count, &mut p);
-                for (piece, moment) in state.iter_mut().zip(&*self.block.moments) {
+                load(parameter, self.tile.parameter, at, count, &mut p);
+                for (piece, moment) in state.iter_mut().zip(&*self.tile.moments) {
                     load(moments, moment, at, count, piece);
                 }
                 for Taken { gradient, body, tail } in self.taken {
@@ -52,8 +52,8 @@ impl<O: Optimizer> Task<'_, '_, O> {
                         state.iter_mut().for_each(|moment| each(moment, narrowed));
                     }
                 }
-                store(parameter, self.block.parameter, at, count, &p);
-                for (piece, moment) in state.iter().zip(self.block.moments.iter_mut()) {
+                store(parameter, self.tile.parameter, at, count, &p);
+                for (piece, moment) in state.iter().zip(self.tile.moments.iter_mut()) {
                     store(moments, moment, at, count, piece);
                 }
             }

@@ -62,6 +62,8 @@ pub trait Disk: Send + Sync + 'static {
     fn mkdir(&self, path: &Path) -> Sys<()>;
     /// Creates a file that must not exist (`O_CREAT | O_EXCL`) for writing, with `O_DIRECT` if `direct`.
     fn create_new(&self, path: &Path, direct: bool) -> Sys<Self::File>;
+    /// Opens a file that is there for writing with `O_DIRECT`.
+    fn open_write(&self, path: &Path) -> Sys<Self::File>;
     /// Opens a file for reading, with `O_DIRECT` if `direct`. Does not wait for a pipe's other end.
     fn open_read(&self, path: &Path, direct: bool) -> Sys<Self::File>;
     /// Makes a queue for `depth` writes in flight, to be used by the calling thread.
@@ -136,6 +138,10 @@ impl Disk for RealDisk {
         let direct = if direct { OFlags::DIRECT } else { OFlags::empty() };
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | direct;
         fs::open(path, flags, Mode::from_raw_mode(0o666))
+    }
+
+    fn open_write(&self, path: &Path) -> Sys<OwnedFd> {
+        fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC | OFlags::DIRECT, Mode::empty())
     }
 
     fn open_read(&self, path: &Path, direct: bool) -> Sys<OwnedFd> {

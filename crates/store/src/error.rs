@@ -9,6 +9,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Kind of an [`Error`], by the caller's reaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "keeper", derive(serde::Serialize, serde::Deserialize))]
 pub enum Kind {
     /// The object is not as expected, for example shorter: use another one.
     Corrupt,

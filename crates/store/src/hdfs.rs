@@ -51,7 +51,10 @@ use crate::{
 };
 
 /// Names of the URL's options.
-pub(crate) const OPTIONS: &[&str] = &["block_size", "replication"];
+pub(crate) const OPTIONS: &[&str] = &["block_size", "replication", STORAGE_POLICY];
+
+/// Option with the name of the storage policy by which the NameNode places the blocks of what is saved.
+const STORAGE_POLICY: &str = "storage_policy";
 
 const MIB: u64 = 1 << 20;
 
@@ -63,6 +66,15 @@ const REQUEST_BYTES: u64 = 17 * MIB;
 
 /// Maximum number of reads at a time, each on a thread.
 const READS_MAX: usize = 32;
+
+/// Largest block that the client library takes: it keeps lengths in signed numbers of 32 bits.
+const BLOCK_BYTES_MAX: u32 = i32::MAX as u32;
+
+/// Largest replication that a NameNode accepts by default (dfs.replication.max).
+const REPLICATION_MAX: u32 = 512;
+
+/// Beginnings of erasure coding policies whose parity the client library writes wrongly.
+const WRONG_PARITY: [&str; 2] = ["XOR-", "RS-LEGACY-"];
 
 /// Maximum number of files written at a time, each on a thread.
 const WRITES_MAX: usize = 64;
@@ -106,9 +118,16 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
     let configuration = Configuration::read().map_err(invalid)?;
     let mut options = WriteOptions::default().block_size(configuration.block_size());
     options.replication = configuration.number("dfs.replication").map(|number| number as u32);
+    let mut storage_policy = None;
     for (name, value) in url.options()? {
-        let number = value.parse::<u32>().ok().filter(|number| *number > 0);
-        let number = number.ok_or_else(|| invalid(format!("expected {name}= a number above 0, found {value:?}")))?;
+        if name == STORAGE_POLICY {
+            storage_policy = Some(value);
+            continue;
+        }
+        let most = if name == "block_size" { BLOCK_BYTES_MAX } else { REPLICATION_MAX };
+        let number = value.parse::<u32>().ok().filter(|number| (1..=most).contains(number));
+        let number =
+            number.ok_or_else(|| invalid(format!("expected {name}= a number from 1 to {most}, found {value:?}")))?;
         match name.as_str() {
             "block_size" => options.block_size = Some(u64::from(number)),
             _ => options.replication = Some(number),
@@ -146,15 +165,16 @@ pub(crate) fn open_url(url: Url<'_>, shared: &Arc<Shared>) -> Result<Arc<dyn Sto
             .map_err(|error| failure::of(&error, Action::Open.word(), url.shown()))?;
         Ok(Known { client, memory: Arc::default() })
     })?;
-    let rest = Rest::new(network.connector().client(), &configuration, url.scheme, &authority, &root, memory);
+    let rest = Rest::new(network.direct().map_err(invalid)?, &configuration, url.scheme, &authority, &root, memory);
     let rest = rest.map_err(invalid)?;
     let umask = configuration.umask().map_err(invalid)?;
     options.permission = 0o666 & !umask;
     let (reports, sending) = (shared.reports.clone(), Flow::up_to(WRITES_MAX));
     let root = root.trim_end_matches('/').to_owned();
     let (dir_permission, made) = (0o777 & !umask, Mutex::default());
+    let url = url.usual();
     let cluster =
-        Cluster { url: url.usual(), root, client, options, dir_permission, made, rest, network, reports, sending };
+        Cluster { url, root, client, options, storage_policy, dir_permission, made, rest, network, reports, sending };
     Ok(Arc::new(HdfsStore { cluster: Arc::new(cluster) }))
 }
 
@@ -216,6 +236,8 @@ struct Cluster {
     client: Client,
     /// Options of new files: block size and replication.
     options: WriteOptions,
+    /// Storage policy of the directory; by default that of the one above.
+    storage_policy: Option<String>,
     /// Permission of new directories.
     dir_permission: u32,
     /// Directories that this store has made, or found.
@@ -330,6 +352,20 @@ impl Cluster {
         Ok(())
     }
 
+    /// Has the NameNode place the blocks of all files in the store's directory by a storage policy.
+    fn place_by(&self, policy: &str) -> Result<()> {
+        let op = Action::Create;
+        self.make_dir(op, "", &format!("{}/", self.root))?;
+        let began = Instant::now();
+        let set = self.network.wait(&self.url, self.rest.set_storage_policy(&self.root, policy))?;
+        let set = set.map_err(|why| {
+            let message = format!("{STORAGE_POLICY}={policy} was not set: {why}; `hdfs storagepolicies -listPolicies`");
+            self.fail(self.rest.kind_of(&why), op, "", message)
+        });
+        self.reports.asked(began, op, "", 0..0, Requests { puts: 1, ..Requests::default() }, set.as_ref().err());
+        set
+    }
+
     /// Writes a small file of its own.
     fn write_whole(&self, op: Action, name: &str, path: &str, bytes: &[u8]) -> Result<()> {
         self.make_dir(op, name, path)?;
@@ -379,7 +415,19 @@ impl Store for HdfsStore {
     }
 
     fn can_publish(&self) -> Result<()> {
-        Ok(())
+        let Cluster { rest, root, url, .. } = &*self.cluster;
+        let policy = self.cluster.asked(rest.policy(root));
+        match policy.filter(|policy| WRONG_PARITY.iter().any(|codec| policy.starts_with(codec))) {
+            None => self.cluster.storage_policy.as_deref().map_or(Ok(()), |policy| self.cluster.place_by(policy)),
+            Some(policy) => {
+                let message = format!(
+                    "expected replication, or an erasure coding policy of Reed-Solomon (RS-3-2, RS-6-3, RS-10-4), \
+                     found {policy}: the client library writes parity of it from which lost blocks come back wrong; \
+                     set another policy on the run's directory (`hdfs ec -setPolicy`), or none"
+                );
+                Err(Error::new(Kind::Unsupported, "save", url, message))
+            }
+        }
     }
 
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn ObjectWriter>> {
@@ -526,9 +574,11 @@ impl Store for HdfsStore {
 
     fn free_bytes(&self) -> Option<u64> {
         let Cluster { rest, root, options, .. } = &*self.cluster;
-        let (left, free) = (rest.quota(root, options.replication), rest.free_bytes(root, options.replication));
-        let left = self.cluster.asked(left).map(|quota| quota.left_bytes);
-        left.into_iter().chain(self.cluster.asked(free)).min()
+        self.cluster.asked(async {
+            let left = rest.quota(root).await.map(|quota| quota.left_bytes);
+            let least = left.into_iter().chain(rest.free_bytes().await).min()?;
+            Some(least / rest.copies(root, options.replication).await)
+        })
     }
 
     fn service(&self) -> Option<&dyn Service> {
@@ -560,11 +610,13 @@ impl Service for HdfsStore {
     fn quota(&self) -> Option<Quota> {
         let Cluster { rest, root, options, .. } = &*self.cluster;
         self.cluster.asked(async {
-            let mut quota = rest.quota(root, options.replication).await?;
+            let Quota { of, bytes, left_bytes } = rest.quota(root).await?;
+            let copies = rest.copies(root, options.replication).await;
             // Asked last: the other ranks may have begun to write.
-            let own = rest.used_bytes(root, options.replication).await;
-            quota.left_bytes = quota.bytes.min(quota.left_bytes.saturating_add(own));
-            Some(quota)
+            let (files, used) = rest.used(root).await;
+            let own = (used / copies).saturating_add(files.saturating_mul(PARTS.bytes_max));
+            let bytes = bytes / copies;
+            Some(Quota { of, bytes, left_bytes: bytes.min((left_bytes / copies).saturating_add(own)) })
         })
     }
 }

@@ -31,11 +31,14 @@ mod error;
 mod gcs;
 #[cfg(feature = "hdfs")]
 mod hdfs;
+#[cfg(feature = "keeper")]
+pub mod keeper;
 pub mod local;
 mod map;
 pub mod memory;
 mod name;
 mod needs;
+pub mod objects;
 mod observe;
 mod open;
 mod place;
@@ -439,6 +442,8 @@ pub struct Shared {
     claims: Arc<local::Claims>,
     #[cfg(feature = "remote")]
     remote: Arc<remote::Pool>,
+    #[cfg(feature = "keeper")]
+    keepers: Arc<keeper::Keepers>,
     reports: observe::Reports,
 }
 
@@ -449,6 +454,8 @@ impl Shared {
             claims: Arc::clone(&self.claims),
             #[cfg(feature = "remote")]
             remote: Arc::clone(&self.remote),
+            #[cfg(feature = "keeper")]
+            keepers: Arc::clone(&self.keepers),
             reports: observe::Reports(Some(observer)),
         })
     }

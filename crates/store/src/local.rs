@@ -8,10 +8,10 @@
 //! 2. *Write.* With `O_DIRECT` if a probe file in the store's own directory shows that the file system takes it,
 //!    through the page cache otherwise. One thread keeps many direct writes in flight through `io_uring`. If the kernel
 //!    does not offer that (seccomp), and for the page cache, several threads use `pwrite`. Short writes and `EINTR` are
-//!    continued.
+//!    continued. If the handle is stale (`ESTALE`) and the name still is this file, direct writes go on with a new one.
 //! 3. *Finish.* `ftruncate` cuts off the padding of the last direct write; `fdatasync` makes the contents durable. A
 //!    write that failed may be made again: write(2) promises that the sync reports an earlier failed write-back, too. A
-//!    failed sync may not be repeated.
+//!    failed sync may not be repeated. Then the name must still be this file.
 //! 4. *Sync.* A name is durable when every directory from its own up to the root has been `fsync`ed, and so has the
 //!    root's own way down from `/`. Every sync covers the whole way: the process that made a directory, on this machine
 //!    or another, may have died before it could sync it. Each directory is synced once per call, those above the root
@@ -45,7 +45,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 pub use claims::{Claimed, Claims};
 use failure::{ambiguous, failed, no_room, of_errno};
-use reader::LocalReader;
+pub(crate) use reader::LocalReader;
 use writer::LocalWriter;
 
 use crate::disk::{Disk, Errno, FileKind, RealDisk, Stat, Sys};
@@ -285,8 +285,7 @@ impl<D: Disk> LocalStore<D> {
         match created {
             Ok(file) => {
                 let alignment = if direct { ALIGNMENT } else { 1 };
-                let (disk, reports) = (self.disk.clone(), Reports::default());
-                Ok(LocalWriter { disk, file, path, bytes, alignment, keep: false, name: String::new(), reports })
+                LocalWriter::new(&self.disk, file, path, bytes, alignment)
             }
             Err(Errno::EXIST) => Err(failed(Kind::Conflict, "create", &path, "the name is taken")),
             Err(Errno::NOTDIR) => Err(failed(Kind::Invalid, "create", &path, "not below a directory")),
@@ -300,14 +299,13 @@ impl<D: Disk> LocalStore<D> {
         let dir = target.parent().unwrap_or(&self.root);
         let file = self.create_file(dir.join(name::temporary()?), bytes.len() as u64, false)?;
         file.write_at(0, bytes)?;
-        uninterrupted(|| self.disk.fdatasync(&file.file)).map_err(|errno| file.failed("fdatasync", errno))?;
+        uninterrupted(|| self.disk.fdatasync(file.file())).map_err(|errno| file.failed("fdatasync", errno))?;
         self.sync_dirs(name::parent(name).into_iter().flat_map(above))?;
         Ok(file)
     }
 
     /// Performs step 5.4: gives the file its final name, unless it is taken.
     fn claim(&self, file: &LocalWriter<D>, target: &Path) -> Result<Claimed> {
-        let identity = self.call("publish", &file.path, |disk| disk.fstat(&file.file))?.identity;
         let claim = || match uninterrupted(|| self.disk.rename_noreplace(&file.path, target)) {
             Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
                 (Claimed::Link, uninterrupted(|| self.disk.link(&file.path, target)))
@@ -323,7 +321,7 @@ impl<D: Disk> LocalStore<D> {
         let (by, claimed) = claimed;
         let Err(errno) = claimed else { return Ok(by) };
         match uninterrupted(|| self.disk.stat(target)) {
-            Ok(found) if found.identity == identity => Ok(by),
+            Ok(found) if found.identity == file.identity => Ok(by),
             Ok(_) if errno == Errno::EXIST => Err(failed(Kind::Conflict, "publish", target, "the name is taken")),
             Ok(_) | Err(Errno::NOENT) => match errno {
                 Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::MLINK => Err(failed(
@@ -455,7 +453,7 @@ impl<D: Disk> Store for LocalStore<D> {
             let mut object = self.create_file(path, bytes, direct)?;
             (object.name, object.reports) = (name.to_owned(), self.reports.clone());
             if bytes > 0 {
-                match uninterrupted(|| self.disk.fallocate(&object.file, bytes)) {
+                match uninterrupted(|| self.disk.fallocate(object.file(), bytes)) {
                     Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
                     Err(errno) => {
                         let path = object.path.clone();
@@ -492,11 +490,10 @@ impl<D: Disk> Store for LocalStore<D> {
             let mut file = self.prepare(name, &target, bytes)?;
             if let Err(errno) = uninterrupted(|| self.disk.rename(&file.path, &target)) {
                 // As in 5.4: perhaps only the answer was lost.
-                let identity = self.call("put", &file.path, |disk| disk.fstat(&file.file))?.identity;
                 let found = uninterrupted(|| self.disk.stat(&target));
                 found
                     .ok()
-                    .filter(|found| found.identity == identity)
+                    .filter(|found| found.identity == file.identity)
                     .ok_or_else(|| of_errno("rename", &target, errno))?;
             }
             file.keep = true;

@@ -6,10 +6,9 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::ops::Bound;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::SystemTime;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock};
 
+use crate::objects::{Objects, Refused};
 use crate::observe::{Action, Reports};
 use crate::place::{self, Url, join};
 use crate::write::{Writes, by_threads};
@@ -22,27 +21,7 @@ use crate::{
 /// is the crate's only global. A bucket lives until the process ends.
 static BUCKETS: LazyLock<Mutex<BTreeMap<String, Arc<Bucket>>>> = LazyLock::new(Mutex::default);
 
-#[derive(Default)]
-struct Bucket(Mutex<BTreeMap<String, Slot>>);
-
-enum Slot {
-    /// A name taken by a writer that has not finished.
-    Unfinished(SystemTime),
-    Object(Arc<Vec<u8>>, SystemTime),
-}
-
-impl Slot {
-    fn of(bytes: Vec<u8>) -> Slot {
-        Slot::Object(Arc::new(bytes), SystemTime::now())
-    }
-}
-
-impl Bucket {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
-        // Nothing panics between two changes of the map, so that it is consistent even if the lock is poisoned.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+type Bucket = Objects<Arc<Vec<u8>>>;
 
 struct MemoryStore {
     url: String,
@@ -73,11 +52,11 @@ impl MemoryStore {
 
     /// Returns the contents of a finished object.
     fn contents(&self, name: &str) -> Result<Arc<Vec<u8>>> {
-        match self.bucket.lock().get(&self.key("open", name)?) {
-            Some(Slot::Object(contents, _)) => Ok(Arc::clone(contents)),
-            Some(Slot::Unfinished(_)) => self.fail(Kind::NotFound, "open", name, "the object is not finished"),
-            None => self.fail(Kind::NotFound, "open", name, "no such object"),
-        }
+        self.done("open", name, self.bucket.get(&self.key("open", name)?))
+    }
+
+    fn done<T>(&self, op: &'static str, name: &str, done: Result<T, Refused>) -> Result<T> {
+        done.or_else(|(kind, why)| self.fail(kind, op, name, why))
     }
 
     fn fail<T>(&self, kind: Kind, op: &'static str, name: &str, message: &str) -> Result<T> {
@@ -107,15 +86,11 @@ impl Store for MemoryStore {
                 return self.fail(Kind::Exhausted, "create", name, &format!("no memory for {bytes} bytes"));
             };
             contents.resize(length, 0);
-            let mut slots = self.bucket.lock();
-            if slots.contains_key(&key) {
-                return self.fail(Kind::Conflict, "create", name, "the name is taken");
-            }
-            slots.insert(key.clone(), Slot::Unfinished(SystemTime::now()));
-            drop(slots);
+            let taken = Arc::default();
+            self.done("create", name, self.bucket.begin(key.clone(), Arc::clone(&taken)))?;
             let (url, bucket, contents) = (join(&self.url, name), self.bucket.clone(), RwLock::new(contents));
             let (name, reports) = (name.to_owned(), self.reports.clone());
-            Ok(Box::new(MemoryWriter { url, bucket, key, contents, name, reports }) as Box<dyn ObjectWriter>)
+            Ok(Box::new(MemoryWriter { url, bucket, key, taken, contents, name, reports }) as Box<dyn ObjectWriter>)
         })
     }
 
@@ -137,7 +112,7 @@ impl Store for MemoryStore {
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.reports.during(Action::Put, name, (0, bytes.len()), || {
             let key = self.key("put", name)?;
-            self.bucket.lock().insert(key, Slot::of(bytes.to_vec()));
+            self.bucket.put(key, Arc::new(bytes.to_vec()));
             Ok(())
         })
     }
@@ -145,28 +120,14 @@ impl Store for MemoryStore {
     fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.reports.during(Action::Publish, name, (0, bytes.len()), || {
             let key = self.key("publish", name)?;
-            let mut slots = self.bucket.lock();
-            if slots.contains_key(&key) {
-                return self.fail(Kind::Conflict, "publish", name, "the name is taken");
-            }
-            slots.insert(key, Slot::of(bytes.to_vec()));
-            Ok(())
+            self.done("publish", name, self.bucket.publish(key, Arc::new(bytes.to_vec())))
         })
     }
 
     fn also_named(&self, from: &str, name: &str, _: u64) -> Result<()> {
         self.reports.during(Action::Copy, name, (0, 0), || {
             let (source, key) = (self.key("link", from)?, self.key("link", name)?);
-            let mut slots = self.bucket.lock();
-            match slots.get(&source) {
-                Some(Slot::Object(contents, _)) => {
-                    let named = Slot::Object(Arc::clone(contents), SystemTime::now());
-                    slots.insert(key, named);
-                    Ok(())
-                }
-                Some(Slot::Unfinished(_)) => self.fail(Kind::NotFound, "link", from, "the object is not finished"),
-                None => self.fail(Kind::NotFound, "link", from, "no such object"),
-            }
+            self.done("link", from, self.bucket.also_named(&source, key))
         })
     }
 
@@ -184,31 +145,14 @@ impl Store for MemoryStore {
         self.reports.during(Action::List, dir, (0, 0), || {
             name::check_dir("list", &self.url, dir)?;
             let below = if dir.is_empty() { self.prefix.clone() } else { format!("{}{dir}/", self.prefix) };
-            let mut entries: Vec<Entry> = Vec::new();
-            for (key, slot) in self.bucket.lock().range::<str, _>((Bound::Included(below.as_str()), Bound::Unbounded)) {
-                let Some(rest) = key.strip_prefix(&below) else { break };
-                let (name, is_dir) = rest.split_once('/').map_or((rest, false), |(name, _)| (name, true));
-                let (bytes, modified) = match slot {
-                    _ if is_dir => (0, None),
-                    Slot::Object(contents, modified) => (contents.len() as u64, Some(*modified)),
-                    Slot::Unfinished(begun) => (0, Some(*begun)),
-                };
-                if entries.last().is_none_or(|last| last.name != name) {
-                    entries.push(Entry { name: name.to_owned(), is_dir, is_link: false, bytes, modified });
-                }
-            }
-            if entries.is_empty() {
-                return self.fail(Kind::NotFound, "list", dir, "no such directory");
-            }
-            entries.sort_by(|a, b| a.name.cmp(&b.name));
-            Ok(entries)
+            self.done("list", dir, self.bucket.list(&below, |contents| contents.len() as u64))
         })
     }
 
     fn delete(&self, name: &str) -> Result<()> {
         self.reports.during(Action::Delete, name, (0, 0), || {
             let key = self.key("delete", name)?;
-            self.bucket.lock().remove(&key);
+            self.bucket.delete(&key);
             Ok(())
         })
     }
@@ -221,7 +165,7 @@ impl Store for MemoryStore {
     fn delete_tree(&self, dir: &str) -> Result<()> {
         self.reports.during(Action::DeleteTree, dir, (0, 0), || {
             let below = format!("{}/", self.key("delete_tree", dir)?);
-            self.bucket.lock().retain(|key, _| !key.starts_with(&below));
+            self.bucket.delete_tree(&below);
             Ok(())
         })
     }
@@ -239,6 +183,8 @@ struct MemoryWriter {
     url: String,
     bucket: Arc<Bucket>,
     key: String,
+    /// Stands under the name until the object is finished.
+    taken: Arc<Vec<u8>>,
     contents: RwLock<Vec<u8>>,
     name: String,
     reports: Reports,
@@ -260,11 +206,9 @@ impl ObjectWriter for MemoryWriter {
     fn finish(&mut self) -> Result<()> {
         self.reports.during(Action::Finish, &self.name, (0, 0), || {
             let contents = std::mem::take(&mut *self.contents.write().unwrap_or_else(PoisonError::into_inner));
-            match self.bucket.lock().get_mut(&self.key) {
-                Some(slot @ Slot::Unfinished(_)) => *slot = Slot::of(contents),
-                _ => return Err(Error::new(Kind::Conflict, "finish", &self.url, "deleted or replaced while written")),
-            }
-            Ok(())
+            let is_ours = |taken: &Arc<Vec<u8>>| Arc::ptr_eq(taken, &self.taken);
+            let done = self.bucket.finish(&self.key, is_ours, Arc::new(contents));
+            done.map_err(|(kind, why)| Error::new(kind, "finish", &self.url, why))
         })
     }
 }
@@ -287,10 +231,7 @@ impl MemoryWriter {
 
 impl Drop for MemoryWriter {
     fn drop(&mut self) {
-        let mut slots = self.bucket.lock();
-        if matches!(slots.get(&self.key), Some(Slot::Unfinished(_))) {
-            slots.remove(&self.key);
-        }
+        self.bucket.give_up(&self.key, |taken| Arc::ptr_eq(taken, &self.taken));
     }
 }
 

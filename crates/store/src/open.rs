@@ -8,6 +8,8 @@ use crate::azure;
 use crate::gcs;
 #[cfg(feature = "hdfs")]
 use crate::hdfs;
+#[cfg(feature = "keeper")]
+use crate::keeper;
 use crate::place::{Url, decoded};
 #[cfg(feature = "s3")]
 use crate::s3;
@@ -37,6 +39,8 @@ const SCHEMES: &[Scheme] = &[
     Scheme { name: "hdfs", options: hdfs::OPTIONS, open: hdfs::open_url },
     #[cfg(feature = "s3")]
     Scheme { name: "s3", options: s3::OPTIONS, open: s3::open_url },
+    #[cfg(feature = "keeper")]
+    Scheme { name: "keeper", options: &[], open: keeper::open_url },
     #[cfg(feature = "hdfs")]
     Scheme { name: "viewfs", options: hdfs::OPTIONS, open: hdfs::open_url },
 ];

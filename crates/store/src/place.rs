@@ -65,7 +65,7 @@ impl<'a> Url<'a> {
     }
 
     /// Returns the bucket, and the prefix in it without slashes around it, percent-decoded.
-    #[cfg(feature = "remote")]
+    #[cfg(any(feature = "remote", feature = "keeper"))]
     pub(crate) fn bucket_and_prefix(self) -> Result<(String, String)> {
         let invalid = |message: &str| Error::new(Kind::Invalid, "open", self.shown(), message);
         let location = decoded(self.trimmed()).ok_or_else(|| invalid("expected percent-encoded UTF-8"))?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use shardfast_store::disk::Errno;
+use shardfast_store::disk::{Disk, Errno};
 use shardfast_store::local::LocalStore;
 use shardfast_store::testing::appended::AppendStore;
 use shardfast_store::testing::conformance;
@@ -119,10 +119,15 @@ fn absent_names_are_asked_for_again() {
     assert_eq!(saver.publish("COMMIT", b"third").unwrap_err().kind, Kind::Conflict);
 }
 
+/// Aligned bytes of a direct write.
+#[repr(align(4096))]
+struct Aligned([u8; 8192]);
+
 /// Files that a client has open when its server forgets them fail by name; those that it opens after that do not.
 #[test]
 fn stale_files_are_opened_anew() {
     let disk = SimDisk::new().client();
+    disk.refuse("create_new_direct", Errno::INVAL);
     let store: &dyn Store = &LocalStore::on(disk.clone(), "/mnt/run".into()).unwrap();
     conformance::write_object(store, "whole", &[7; 5000]).unwrap();
     let reader = store.open("whole").unwrap();
@@ -133,10 +138,46 @@ fn stale_files_are_opened_anew() {
     drop(writer);
     assert_eq!([read.kind, finished.kind], [Kind::Unavailable; 2]);
     assert!(finished.to_string().contains("/mnt/run/begun"), "{finished}");
+    assert_eq!((read.is_final, finished.is_final), (false, true));
     assert_eq!(store.read("whole", 5000).unwrap(), [7; 5000]);
+
     store.put("notes", b"after").unwrap();
     store.publish("COMMIT", b"done").unwrap();
     assert_eq!(store.list("").unwrap().len(), 3, "what was begun did not stay");
+}
+
+/// A file goes on with a new handle if its name still is this file, and all of its bytes have come to the server.
+#[test]
+fn stale_files_of_direct_writes_go_on() {
+    let (server, bytes) = (SimDisk::new(), Aligned([9; 8192]));
+    let disk = server.client();
+    let store: &dyn Store = &LocalStore::on(disk.clone(), "/mnt/run".into()).unwrap();
+    let mut writer = store.create("direct", 8000).unwrap();
+    assert_eq!(writer.alignment(), 4096);
+    writer.write_at(0, &bytes.0[..4096]).unwrap();
+    disk.expire();
+    let written = writer.write_at(4096, &bytes.0[4096..]).unwrap_err();
+    assert!(written.kind == Kind::Unavailable && !written.is_final, "{written}");
+    writer.write_at(4096, &bytes.0[4096..]).unwrap();
+    writer.finish().unwrap();
+    drop(writer);
+    assert_eq!(store.read("direct", 8000).unwrap(), [9; 8000]);
+
+    // The name is that of a copy, which has but the first half.
+    for after_expiry in [false, true] {
+        let mut writer = store.create("copied", 8000).unwrap();
+        writer.write_at(0, &bytes.0[..4096]).unwrap();
+        server.unlink(Path::new("/mnt/run/copied")).unwrap();
+        let other = LocalStore::on(server.client(), "/mnt/run".into()).unwrap();
+        conformance::write_object(&other, "copied", &bytes.0[..4096]).unwrap();
+        if after_expiry {
+            disk.expire();
+        }
+        let rest = writer.write_at(4096, &bytes.0[4096..]).and_then(|()| writer.finish()).unwrap_err();
+        let kind = if after_expiry { Kind::Unavailable } else { Kind::Corrupt };
+        assert!(rest.kind == kind && rest.is_final, "{rest}");
+        assert!(rest.to_string().contains("/mnt/run/copied"), "{rest}");
+    }
 }
 
 /// Tests the local backend on file systems that lack one feature or another.

@@ -17,7 +17,7 @@ fn refusal(url: &str) -> (Kind, String) {
 fn schemes() {
     let (kind, message) = refusal("ftp://host/run");
     assert_eq!(kind, Kind::Unsupported);
-    let offered = "file://, memory://, az://, gs://, hdfs://, s3://, viewfs://";
+    let offered = "file://, memory://, az://, gs://, hdfs://, s3://, keeper://, viewfs://";
     assert_eq!(message, format!("expected a path or one of {offered}; found scheme \"ftp\""));
     for bad in [
         "",

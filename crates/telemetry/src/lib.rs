@@ -404,7 +404,7 @@ pub fn report(
     })?;
     let (Some(page), Some(out)) = (page, out) else { return Ok((report, None)) };
     let html = page.html(&report)?;
-    new_file(out)?.write_all(html.as_bytes()).map_err(|error| unwritten(out, &error))?;
+    new_file(out, |mut file| file.write_all(html.as_bytes()).map_err(|error| unwritten(out, &error)))?;
     Ok((report, Some(html.len())))
 }
 
@@ -414,20 +414,14 @@ pub fn report(
 /// # Errors
 /// As [`report`](report()).
 pub fn trace(url: &str, step: Option<u64>, out: &Path, timeout: &Timeout) -> Result<(RunReport, u64)> {
-    // A run that is not there leaves no file.
-    let mut trace: Option<Trace<BufWriter<File>>> = None;
-    let report = report::read_run(url, step, None, timeout, &mut |collected, operation| {
-        if trace.is_none() {
-            trace = Some(Trace::new(BufWriter::new(new_file(out)?)));
-        }
-        trace.as_mut().map_or(Ok(()), |trace| trace.add(collected, operation)).map_err(|error| unwritten(out, &error))
-    })?;
-    let trace = match trace {
-        Some(trace) => trace,
-        None => Trace::new(BufWriter::new(new_file(out)?)),
-    };
-    let bytes = trace.end().map_err(|error| unwritten(out, &error))?;
-    Ok((report, bytes))
+    new_file(out, |file| {
+        let mut trace = Trace::new(BufWriter::new(file));
+        let report = report::read_run(url, step, None, timeout, &mut |collected, operation| {
+            trace.add(collected, operation).map_err(|error| unwritten(out, &error))
+        })?;
+        let bytes = trace.end().map_err(|error| unwritten(out, &error))?;
+        Ok((report, bytes))
+    })
 }
 
 /// Returns the times of the saves and loads of the run at `url`, or of those of one step, as a table of comma-separated
@@ -444,12 +438,17 @@ pub fn csv(url: &str, step: Option<u64>, timeout: &Timeout) -> Result<String> {
     Ok(table)
 }
 
-/// Creates a file.
+/// Creates a file and writes it; leaves nothing if that fails.
 ///
 /// # Errors
-/// `Conflict` when something is there already; `Invalid` or `Exhausted` when it cannot be created.
-fn new_file(path: &Path) -> Result<File> {
-    OpenOptions::new().write(true).create_new(true).open(path).map_err(|error| unwritten(path, &error))
+/// Those of `write`; `Conflict` when something is there already; `Invalid` or `Exhausted` when it cannot be created.
+fn new_file<T>(path: &Path, write: impl FnOnce(File) -> Result<T>) -> Result<T> {
+    let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(|error| unwritten(path, &error))?;
+    let written = write(file);
+    if written.is_err() {
+        let _ = std::fs::remove_file(path);
+    }
+    written
 }
 
 fn unwritten(path: &Path, error: &std::io::Error) -> Error {

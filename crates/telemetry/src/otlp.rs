@@ -122,8 +122,8 @@ impl Sending {
     }
 
     fn post(&self, target: &Target, body: Vec<u8>) -> std::result::Result<(), String> {
-        let sent = post(&target.address, &target.path, &self.settings.headers, body);
-        let answer = self.runtime.block_on(async { timeout(self.settings.timeout, sent).await });
+        let sent = post(&target.address, &target.path, &target.headers, body);
+        let answer = self.runtime.block_on(async { timeout(target.timeout, sent).await });
         answer.map_err(|_| "no answer in time".to_owned())?.map(drop)
     }
 }

@@ -227,6 +227,7 @@ fn a_save_that_fails_since_a_rank_is_gone_is_recorded_once() {
     let failed = &report.saves[1];
     assert_eq!((failed.world, &failed.not_reporting), (Some(2), &vec![1]));
     assert!(failed.verdicts[0].text.contains("rank 1 is lost"), "{:?}", failed.verdicts);
+    assert!(failed.verdicts.iter().any(|verdict| (&*verdict.subject, verdict.cause) == ("rank 1", "missing")));
 }
 
 #[test]

@@ -8,12 +8,10 @@
 //!    header by the manifest; a file becomes durable before the next step. Inside one service the service copies, and
 //!    the checksum that it keeps of the copy is compared with the one that follows from the blocks'. A file that an
 //!    interrupted copy left, and that is proven to be whole, gets a second name instead.
-//!    interrupted copy left, and that is proven to be whole, gets a second name instead.
 //! 4. The manifest and the indexes follow, then `COMMIT`, create-if-absent: the copy exists from now on. What other
 //!    attempts left beside it goes: while `COMMIT` is there, none of them can be published.
 //! 5. If another copy was first, this one removes its own files only, checks that the first one's are all there, and
 //!    has succeeded. The hash in a `COMMIT` tells whether it is of the same checkpoint: that of the source's manifest
-//!    under the attempt's name.
 //!    under the attempt's name.
 //!
 //! Where the checkpoint is committed already, files that are missing or short, or damaged if the bytes are to be
@@ -39,7 +37,7 @@ use shardfast_engine::files_exist;
 use shardfast_engine::retention;
 use shardfast_format::{COPYING, Commit, FileEntry, Manifest, attempt_of};
 use shardfast_store::{Kind as Stored, Location, ObjectWriter, Pieces, Store};
-use shardfast_transfer::error::{Error, Kind, Result, retry};
+use shardfast_transfer::error::{Error, Kind, Result, expect_uninterrupted, retry};
 use shardfast_transfer::reader::Files;
 use shardfast_transfer::staging::SLOT_BYTES;
 use shardfast_transfer::timeout::Timeout;
@@ -49,6 +47,9 @@ pub use run::{FailedStep, Synced, sync};
 
 /// Interval at which the mark in the target is renewed: far below the age at which files are swept.
 const RENEWED_AFTER: Duration = Duration::from_secs(600);
+
+/// Interval at which a wait looks whether the program is interrupted.
+const GLANCE: Duration = Duration::from_millis(50);
 
 /// Limit of the mean rate at which the source is read, in bytes per second.
 #[derive(Debug)]
@@ -65,8 +66,12 @@ impl Limit {
     }
 
     /// Waits until `bytes` bytes may be read.
-    fn wait(&self, bytes: u64) {
-        let Some(rate) = self.bytes_a_second else { return };
+    ///
+    /// # Errors
+    /// `Cancelled` if the program is interrupted.
+    fn wait(&self, bytes: u64) -> Result<()> {
+        expect_uninterrupted()?;
+        let Some(rate) = self.bytes_a_second else { return Ok(()) };
         let now = Instant::now();
         let begin = {
             let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
@@ -74,7 +79,11 @@ impl Limit {
             *next = begin + Duration::from_secs_f64(bytes as f64 / rate);
             begin
         };
-        std::thread::sleep(begin - now);
+        while let Some(left) = begin.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+            expect_uninterrupted()?;
+            std::thread::sleep(left.min(GLANCE));
+        }
+        Ok(())
     }
 }
 
@@ -131,9 +140,25 @@ pub fn copy(
 /// As [`copy`].
 pub fn copy_between(
     engine: &Arc<Engine>,
-    (source, from): (Arc<dyn Store>, &str),
-    (target, to): (Arc<dyn Store>, &str),
+    source: (Arc<dyn Store>, &str),
+    target: (Arc<dyn Store>, &str),
     how: &Copying,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<Copied> {
+    copy_while(engine, (source, target), how, &|| Ok(()), progress)
+}
+
+/// Copies like [`copy_between`] from the first store to the second if `may_commit` allows it right before the copy is
+/// published.
+///
+/// # Errors
+/// As [`copy`]; that of `may_commit`.
+#[allow(clippy::type_complexity)] // two open places
+pub(crate) fn copy_while(
+    engine: &Arc<Engine>,
+    ((source, from), (target, to)): ((Arc<dyn Store>, &str), (Arc<dyn Store>, &str)),
+    how: &Copying,
+    may_commit: &(dyn Fn() -> Result<()> + Sync),
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Copied> {
     let bytes = checkpoint::read(&*source, from, engine.timeout())?;
@@ -156,7 +181,8 @@ pub fn copy_between(
         bytes_within: 0,
     };
     let progress = Progress { done: AtomicU64::new(0), total, show: progress };
-    let mut copy = Copy { engine, source: &source, bytes: &bytes, there, target, to, attempt, how, progress, copied };
+    let (source, bytes) = (&source, bytes.as_slice());
+    let mut copy = Copy { engine, source, bytes, there, target, to, attempt, how, may_commit, progress, copied };
     if let Some(record) = copy.committed()? {
         return copy.complete(&record);
     }
@@ -202,6 +228,7 @@ struct Copy<'a> {
     to: &'a str,
     attempt: String,
     how: &'a Copying,
+    may_commit: &'a (dyn Fn() -> Result<()> + Sync),
     progress: Progress<'a>,
     copied: Copied,
 }
@@ -248,6 +275,7 @@ impl<'a> Copy<'a> {
         let names: Vec<&str> = manifest.files().iter().map(|file| file.path.as_str()).collect();
         retry(self.timeout(), || Ok(target.sync(&names)?))?;
         let record = commit::record(&bytes, &self.attempt);
+        (self.may_commit)()?;
         commit::repeat(&*target, self.to, &record, (&manifest, &bytes), self.timeout())?;
         // An attempt that was second may have put its own in between.
         let _ = commit::mend_indexes(&*target, &manifest);
@@ -278,7 +306,8 @@ impl<'a> Copy<'a> {
     fn taken_over(&self, earlier: &Files, number: u32, file: &FileEntry) -> Result<bool> {
         let path = &earlier.entry(number).path;
         let is_there = retry(self.timeout(), || Ok(self.target.size(path)?)).is_ok_and(|bytes| bytes == file.bytes);
-        if !is_there || !self.is_whole(earlier, number) {
+        // What was sent was limited then.
+        if !is_there || !self.is_whole(earlier, number, &Limit::new(None)) {
             return Ok(false);
         }
         match retry(self.timeout(), || Ok(self.target.also_named(path, &file.path, file.bytes)?)) {
@@ -356,11 +385,11 @@ impl<'a> Copy<'a> {
 
     /// Returns whether a file of the right length is that of the manifest: by the checksum that the storage keeps of
     /// it, or read and proven if it keeps none. A file on a disk may have its length and not its bytes.
-    fn is_whole(&self, found: &Files, number: u32) -> bool {
+    fn is_whole(&self, found: &Files, number: u32, limit: &Limit) -> bool {
         let Ok(open) = found.open(number) else { return false };
         match self.target.kept_crc64(&found.entry(number).path) {
             Ok(Some(kept)) if kept == open.crc64(found.entry(number)) => true,
-            _ => each_piece(found, number, self.engine, SLOT_BYTES as u64, &self.how.limit, |_, _| Ok(())).is_ok(),
+            _ => each_piece(found, number, self.engine, SLOT_BYTES as u64, limit, |_, _| Ok(())).is_ok(),
         }
     }
 
@@ -380,8 +409,9 @@ impl<'a> Copy<'a> {
         }
         // All attempts share their names, and one that was second or died may have put its own.
         retry(self.timeout(), || commit::mend_indexes(&*target, &manifest))?;
-        let is_flawed =
-            |number: u32, file: &FileEntry| flawed.contains(&file.path) || (verify && !self.is_whole(&found, number));
+        let is_flawed = |number: u32, file: &FileEntry| {
+            flawed.contains(&file.path) || (verify && !self.is_whole(&found, number, &self.how.limit))
+        };
         let files = (0u32..).zip(manifest.files());
         let flawed: Vec<(u32, &FileEntry)> = files.filter(|(number, file)| is_flawed(*number, file)).collect();
         if flawed.is_empty() {

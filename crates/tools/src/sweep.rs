@@ -10,7 +10,7 @@
 //!      when they were not changed for that long either: a save that begins makes them before its files.
 //! 3. Of the records of what saves and loads did, the oldest beyond [`RECORDS_MAX`] go.
 //! 4. Uploads that were begun before that age, and temporary objects that were not changed since, go too; the latter
-//!    also from among the records.
+//!    also from among the records and jobs.
 //!
 //! A save that takes longer than [`SAVE_MAX`] fails instead of committing, and the age is at least twice that: on each
 //! rank its first file was begun less than that before the rank's receipt, and rank 0 publishes less than that after it
@@ -29,7 +29,7 @@ use shardfast_engine::retention;
 use shardfast_engine::runs;
 use shardfast_format::name::HUGGING_FACE_INDEX;
 use shardfast_format::{
-    COMMIT, LEAVING, Manifest, PINNED, TELEMETRY, is_end_name, is_own_path, parse_record_name, parse_step_dir,
+    COMMIT, JOBS, LEAVING, Manifest, PINNED, TELEMETRY, is_end_name, is_own_path, parse_record_name, parse_step_dir,
 };
 use shardfast_store::{Entry, Store, Upload, is_temporary, join};
 use shardfast_transfer::error::{Error, Kind, Result, retry};
@@ -213,25 +213,33 @@ impl Sweep<'_> {
         let is_index = |path: &str| {
             path.split_once('/').is_some_and(|(key, file)| file == HUGGING_FACE_INDEX && keys.contains(key))
         };
+        // A save of a run inside this checkpoint may be writing a temporary object below another directory.
+        let is_here =
+            |path: &str| path.split_once('/').is_none_or(|(key, file)| keys.contains(key) && !file.contains('/'));
+        let is_temporary = |path: &str| is_temporary(path.rsplit('/').next().unwrap_or(path));
+        let goes = |own: &&Own| !is_temporary(&own.path) || is_here(&own.path) || (self.is_old)(own.modified);
         let unnamed = found.own.iter().filter(|own| !named.contains(own.path.as_str()) && !is_index(&own.path));
+        let unnamed = unnamed.filter(goes);
         let objects = unnamed.map(|own| (contents::join(dir, &own.path), own.bytes)).collect();
         let dirs: Vec<String> = found.dirs.iter().map(|path| contents::join(dir, path)).collect();
         self.remove(objects, &dirs, swept)?;
         Ok(Age::Old)
     }
 
-    /// Performs step 3, and step 4 for the objects beside the records.
+    /// Performs step 3, and step 4 for the objects beside the records and jobs.
     fn records(&self, swept: &mut Swept) -> Result<()> {
         let is_record = |entry: &Entry| parse_record_name(&entry.name).is_some() || is_end_name(&entry.name);
-        let entries = match retry(self.timeout, || Ok(self.store.list(TELEMETRY)?)) {
-            Err(error) if error.kind == Kind::NotFound => return Ok(()),
-            entries => entries?,
+        let listed = |dir| match retry(self.timeout, || Ok(self.store.list(dir)?)) {
+            Err(error) if error.kind == Kind::NotFound => Ok(Vec::new()),
+            entries => entries,
         };
-        let (mut going, others): (Vec<Entry>, Vec<Entry>) = entries.into_iter().partition(is_record);
+        let (mut going, others): (Vec<Entry>, Vec<Entry>) = listed(TELEMETRY)?.into_iter().partition(is_record);
         going.sort_by(|a, b| a.name.cmp(&b.name));
         going.truncate(going.len().saturating_sub(RECORDS_MAX));
         going.extend(others.into_iter().filter(|entry| self.is_stale(entry)));
-        let objects = going.iter().map(|entry| (contents::join(TELEMETRY, &entry.name), entry.bytes)).collect();
+        let jobs = listed(JOBS)?.into_iter().filter(|entry| self.is_stale(entry));
+        let among = |dir| move |entry: Entry| (contents::join(dir, &entry.name), entry.bytes);
+        let objects = going.into_iter().map(among(TELEMETRY)).chain(jobs.map(among(JOBS))).collect();
         self.remove(objects, &[], swept)
     }
 

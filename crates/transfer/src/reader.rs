@@ -52,9 +52,31 @@ pub const LIMITS: Limits =
 /// Explains why the store does not find a data file, given the store's error.
 pub type Missing = fn(&dyn Store, &FileEntry, Error) -> Error;
 
+/// A place of a checkpoint's data files.
+pub struct Level {
+    /// Name of the level, for people.
+    pub name: String,
+    /// Store at the place.
+    pub store: Arc<dyn Store>,
+    /// Manifest of the checkpoint as it is there: the files have names of that attempt.
+    pub manifest: Arc<Manifest>,
+    /// Bytes that were read there.
+    bytes_read: AtomicU64,
+}
+
+impl Level {
+    /// Makes a level of which nothing was read yet.
+    pub fn new(name: String, store: Arc<dyn Store>, manifest: Arc<Manifest>) -> Level {
+        Level { name, store, manifest, bytes_read: AtomicU64::new(0) }
+    }
+}
+
 /// A checkpoint's data files, each opened and its header verified when it is first needed.
+///
+/// They may lie in several places. Each file comes from the first that has it, and each block that does not prove there
+/// from the next one.
 pub struct Files {
-    store: Arc<dyn Store>,
+    levels: Vec<Level>,
     place: String,
     manifest: Arc<Manifest>,
     /// Timeout of its requests.
@@ -73,7 +95,12 @@ pub struct OpenFile {
     pub object: Box<dyn ObjectReader>,
     /// Verified header of the file.
     pub header: DataHeader,
+    /// Number of the level that it lies on.
+    level: usize,
 }
+
+/// Name of the only level of most checkpoints.
+pub const ONLY_LEVEL: &str = "url";
 
 impl Files {
     /// Returns the files of a manifest, none of them opened; `place` names the checkpoint in messages.
@@ -85,7 +112,18 @@ impl Files {
         missing: Missing,
     ) -> Files {
         let open = manifest.files().iter().map(|_| Mutex::default()).collect();
-        Files { store, place, manifest, timeout, observed: None, missing, open, order: Mutex::default() }
+        let levels = vec![Level::new(ONLY_LEVEL.to_owned(), store, Arc::clone(&manifest))];
+        Files { levels, place, manifest, timeout, observed: None, missing, open, order: Mutex::default() }
+    }
+
+    /// Sets the levels on which the files lie, the nearest first, before any of them is opened.
+    pub fn lie_on(&mut self, levels: Vec<Level>) {
+        self.levels = levels;
+    }
+
+    /// Returns the names of the levels and the bytes that were read from each.
+    pub fn sources(&self) -> Vec<(&str, u64)> {
+        self.levels.iter().map(|level| (level.name.as_str(), level.bytes_read.load(Ordering::Relaxed))).collect()
     }
 
     /// Reports an event of the load to its observer, if there is one.
@@ -111,8 +149,7 @@ impl Files {
         if let Some(open) = &*open {
             return Ok(Arc::clone(open));
         }
-        let entry = &self.manifest.files()[file as usize];
-        let opened = open_file(&*self.store, entry, self.missing).map_err(|error| error.within(&self.place))?;
+        let opened = self.open_below(0, file)?;
         let opened = Arc::clone(open.insert(Arc::new(opened)));
         // One lock at a time: another thread may hold the file that is closed here.
         drop(open);
@@ -127,6 +164,44 @@ impl Files {
         Ok(opened)
     }
 
+    /// Opens a file on the first level from `level` on that has it.
+    ///
+    /// # Errors
+    /// That of a level which may have it later, else that of the first one.
+    fn open_below(&self, level: usize, file: u32) -> Result<OpenFile> {
+        let mut failure: Option<Error> = None;
+        for (level, at) in self.levels.iter().enumerate().skip(level) {
+            match open_file((level, &*at.store), &at.manifest.files()[file as usize], self.missing) {
+                Ok(open) => return Ok(open),
+                Err(error) if failure.is_none() || error.kind == Kind::Unavailable => failure = Some(error),
+                Err(_) => {}
+            }
+        }
+        let failure = failure.unwrap_or_else(|| Error::internal(format!("there is no level {level}")));
+        Err(failure.within(&self.place))
+    }
+
+    /// Reads from the file on the levels behind that of `open`, until `read` succeeds there.
+    fn read_below(
+        &self,
+        mut level: usize,
+        file: u32,
+        mut read: impl FnMut(&OpenFile) -> Option<()>,
+    ) -> Option<OpenFile> {
+        while level + 1 < self.levels.len() {
+            let open = self.open_below(level + 1, file).ok()?;
+            if read(&open).is_some() {
+                return Some(open);
+            }
+            level = open.level;
+        }
+        None
+    }
+
+    fn count(&self, open: &OpenFile, bytes: u64) {
+        self.levels[open.level].bytes_read.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     /// Reads from a file, which each retry opens anew: an open file of a network file system may be stale.
     pub fn read_from(
         &self,
@@ -138,13 +213,10 @@ impl Files {
         let place = || format!("{}: file {path}, bytes {}..{}", self.place, range.start, range.end);
         self.retry(|| {
             let open = self.open_once(file)?;
-            match read(&open) {
-                Ok(()) => Ok(open),
-                Err(error) => {
-                    *self.open[file as usize].lock().unwrap_or_else(PoisonError::into_inner) = None;
-                    Err(Error::from(error).within(place()))
-                }
-            }
+            let Err(error) = read(&open) else { return Ok(open) };
+            let below = self.read_below(open.level, file, |open| read(open).ok()).map(Arc::new);
+            self.open[file as usize].lock().unwrap_or_else(PoisonError::into_inner).clone_from(&below);
+            below.ok_or_else(|| Error::from(error).within(place()))
         })
     }
 
@@ -155,6 +227,7 @@ impl Files {
         let open = self.read_together(file, ranges, slots)?;
         let (mut damaged, began) = (Vec::new(), Instant::now());
         for (range, slot) in ranges.iter().zip(slots) {
+            self.count(&open, range.end - range.start);
             damaged.extend(self.check(file, range.clone(), &open, slot, |_| true)?);
         }
         self.moves(&Event::Placed { took: began.elapsed() });
@@ -190,14 +263,24 @@ impl Files {
             return Ok(damaged);
         }
         // A bit may have flipped in transit or in the page cache, while the medium has it right.
-        let Ok(open) = self.read_from(file, &range, |open| open.object.read_again(range.start, bytes)) else {
-            return Ok(damaged);
-        };
-        let mut still = self.damaged(file, &open.header, range.start, bytes, &needed);
-        for block in &mut still {
-            block.before = damaged.iter().find(|before| before.span == block.span).map(|before| before.found);
+        let again = self.read_from(file, &range, |open| open.object.read_again(range.start, bytes));
+        let mut still = damaged.clone();
+        if let Ok(open) = again {
+            still = self.damaged(file, &open.header, range.start, bytes, &needed);
+            for block in &mut still {
+                block.before = damaged.iter().find(|before| before.span == block.span).map(|before| before.found);
+            }
         }
-        Ok(still)
+        if still.is_empty() {
+            return Ok(still);
+        }
+        let proven = self.read_below(open.level, file, |open| {
+            open.object.read_at(range.start, bytes).ok()?;
+            self.damaged(file, &open.header, range.start, bytes, &needed).is_empty().then_some(())
+        });
+        let Some(open) = proven else { return Ok(still) };
+        self.count(&open, range.end - range.start);
+        Ok(Vec::new())
     }
 
     /// Returns the damaged blocks among `bytes`, which lie at `offset` of the file.
@@ -267,7 +350,7 @@ impl Files {
 
     /// Returns how the storage is read best.
     pub fn needs(&self) -> ReadNeeds {
-        self.store.needs().reads
+        self.levels[0].store.needs().reads
     }
 
     /// Returns whether most of these ranges of files are in this machine's page cache, by samples; `false` if unknown.
@@ -361,7 +444,7 @@ impl std::fmt::Display for Damage {
     }
 }
 
-fn open_file(store: &dyn Store, entry: &FileEntry, missing: Missing) -> Result<OpenFile> {
+fn open_file((level, store): (usize, &dyn Store), entry: &FileEntry, missing: Missing) -> Result<OpenFile> {
     let explained = |error: shardfast_store::Error| {
         let error = Error::from(error);
         match error.kind {
@@ -402,7 +485,7 @@ fn open_file(store: &dyn Store, entry: &FileEntry, missing: Missing) -> Result<O
             entry.path, entry.data_start, header.data_start, header.block_bytes
         )));
     }
-    Ok(OpenFile { object, header })
+    Ok(OpenFile { object, header, level })
 }
 
 /// Runs all reads into the sinks (indexed by `Piece::want`) and returns how many bytes of data were read.
@@ -491,6 +574,7 @@ fn run_batch(files: &Files, batch: Batch, sinks: &[&Sink], staging: &Arc<Staging
 fn take(files: &Files, open: &OpenFile, planned: Planned, mut slot: Slot, sinks: &[&Sink]) -> Result<u64> {
     let Planned { read, range } = planned;
     let began = Instant::now();
+    files.count(open, range.end - range.start);
     let placed = || {
         files.moves(&Event::Placed { took: began.elapsed() });
         files.moves(&copied(&read));

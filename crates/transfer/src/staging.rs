@@ -17,7 +17,7 @@ use shardfast_store::Buffer;
 
 use crate::error::{Error, Kind, Result};
 
-pub mod window;
+pub mod shared;
 
 /// Bytes of one slot: a request of this size runs at a disk's rate with few of them in flight, and its bytes are still
 /// in the cache of the core that copied them when their checksums are computed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..state.catalog import Adapter, Objects
@@ -58,6 +58,22 @@ def stands_for(value: object) -> Stateful | None:
     """Returns a stand-in for a data loader in pieces, its workers; ``None`` for other objects."""
     known = [_data(file) for module, file in LOADERS.items() if module in sys.modules]
     return next((found for found in (one.stateful_of(value) for one in known) if found is not None), None)
+
+
+def call_in_worker(then: Callable[[], None]) -> None:
+    """Calls ``then`` if this process, which was just forked, becomes a worker of a data loader of PyTorch.
+
+    It comes after PyTorch has set handlers of signals in the worker.
+    """
+    handling, name = sys.modules.get("torch.utils.data._utils.signal_handling"), "_set_worker_signal_handlers"
+    set_handlers = getattr(handling, name, None)
+    if set_handlers is not None:
+
+        def both() -> None:
+            set_handlers()
+            then()
+
+        setattr(handling, name, both)
 
 
 def expect_unused(value: object) -> None:

@@ -287,6 +287,13 @@ class InFlight:
             pending.stalled(waited_s)
             self.waited_s += waited_s
 
+    def settled(self, run: str) -> None:
+        """Waits until no save into this run is in flight, such as one of a checkpointer that was dropped."""
+        for pending in self._running:
+            if pending.url.rpartition("/")[0] == run:
+                with contextlib.suppress(Error):  # it is raised, or logged, by itself
+                    pending.end()
+
     def changing(self, by: str) -> None:
         """Tensors are about to change that saves copy.
 

@@ -152,6 +152,8 @@ class LoadPlan:
         bytes_received: After a load, bytes that other ranks read and sent to this one.
         bytes_sent: After a load, bytes that this rank read and sent to others.
         is_shared: After a load, whether the ranks read for each other.
+        sources: After a load, bytes that this rank read from each place where the checkpoint lies: ``"local"``, the
+            directory of ``local=``, and ``"url"``.
     """
 
     url: str
@@ -173,6 +175,7 @@ class LoadPlan:
     bytes_received: int = 0
     bytes_sent: int = 0
     is_shared: bool = False
+    sources: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" (step {self.step})"
@@ -201,7 +204,9 @@ class LoadPlan:
                 f"{self.reads} reads of {self.files} files"
             )
         exchanged = f", {self.bytes_received:,} received from other ranks, {self.bytes_sent:,} sent to them"
-        return f"{self.bytes_read:,} bytes read{exchanged if self.is_shared else ''}"
+        named = ", ".join(f"{bytes_read:,} from {name}" for name, bytes_read in self.sources.items())
+        places = f" ({named})" if len(self.sources) > 1 or "local" in self.sources else ""
+        return f"{self.bytes_read:,} bytes read{places}{exchanged if self.is_shared else ''}"
 
     def add(self, traffic: Mapping[str, int]) -> None:
         """Adds what a read has moved; a load may make several."""

@@ -349,9 +349,9 @@ fn who_reads_no_more_is_no_error() {
 fn the_library_is_the_command() {
     let args = |args: &[&str]| args.iter().map(std::ffi::OsString::from).collect::<Vec<_>>();
     save_ranks("memory://cli-run/step-00000001", Some(1), two_ranks());
-    assert_eq!(shardfast_cli::run(args(&["shardfast", "verify", "memory://cli-run"]), Default::default), 0);
-    assert_eq!(shardfast_cli::run(args(&["shardfast", "verify", "memory://cli-nothing"]), Default::default), 3);
-    assert_eq!(shardfast_cli::run(args(&["shardfast"]), Default::default), 2);
+    assert_eq!(shardfast_cli::run(args(&["shardfast", "verify", "memory://cli-run"]), &[], Default::default), 0);
+    assert_eq!(shardfast_cli::run(args(&["shardfast", "verify", "memory://cli-nothing"]), &[], Default::default), 3);
+    assert_eq!(shardfast_cli::run(args(&["shardfast"]), &[], Default::default), 2);
 }
 
 /// The finding of that name.

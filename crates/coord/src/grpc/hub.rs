@@ -121,6 +121,10 @@ impl ProcessHub {
         self.linked().node.absent(topic)
     }
 
+    pub(super) fn lost(&self) -> Option<u32> {
+        self.linked().node.lost()
+    }
+
     fn linked(&self) -> MutexGuard<'_, Linked> {
         // No code of ours panics with the lock held, and the node is whole between any two of its methods.
         self.linked.lock().unwrap_or_else(PoisonError::into_inner)

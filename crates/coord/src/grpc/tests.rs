@@ -94,6 +94,7 @@ fn only_whoever_knows_the_token_can_bring_its_rank_into_disrepute() {
 fn opened(rank: u32) -> Place {
     let membership = Membership {
         host: HOST.to_owned(),
+        ports: Ports::default(),
         rank,
         topology: Topology::new(2, 1, 8).unwrap(),
         token: "secret".to_owned(),

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use shardfast_coord::grpc::{Membership, Place};
-use shardfast_coord::{Coord, Error, Topology};
+use shardfast_coord::{Coord, Error, Ports, Topology};
 
 /// Deadline of rounds that end sooner for another reason.
 const LONG: Duration = Duration::from_secs(60);
@@ -36,7 +36,7 @@ fn tree(world: u32) -> Topology {
 }
 
 fn membership(topology: Topology, rank: u32) -> Membership {
-    Membership { host: HOST.to_owned(), rank, topology, token: TOKEN.to_owned(), tls: None }
+    Membership { host: HOST.to_owned(), ports: Ports::default(), rank, topology, token: TOKEN.to_owned(), tls: None }
 }
 
 /// Returns all ranks of a world, each with connections of its own.

@@ -28,7 +28,7 @@ use shardfast_transfer::interrupt;
 use shardfast_transfer::provider::Fences;
 use shardfast_transfer::reader::{Files, Span};
 use shardfast_transfer::sink::Sink;
-use shardfast_transfer::staging::window::{View, Window, WindowSlot};
+use shardfast_transfer::staging::shared::{SharedMemory, SharedSlot, View};
 use shardfast_transfer::staging::{SLOT_BYTES, Staging};
 
 use crate::peers::carrier::{Carrier, Message};
@@ -70,11 +70,11 @@ pub(crate) struct Shared<'a> {
 /// Ranks that map each other's memory.
 #[derive(Default)]
 pub(crate) struct Neighbours {
-    /// Window of this rank.
-    pub(crate) window: Option<Arc<Window>>,
+    /// Shared memory of this rank.
+    pub(crate) memory: Option<Arc<SharedMemory>>,
     /// The ranks that map it.
     pub(crate) viewers: BTreeSet<u32>,
-    /// Windows of other ranks that this rank maps.
+    /// Shared memory of other ranks that this rank maps.
     pub(crate) views: BTreeMap<u32, View>,
 }
 
@@ -126,7 +126,7 @@ enum Worked {
 }
 
 /// A slot that others read, with the bytes that each of them takes.
-type Lent = (WindowSlot, BTreeMap<u32, u64>);
+type Lent = (SharedSlot, BTreeMap<u32, u64>);
 
 /// A segment, and the ranks that it is sent to.
 type Packed = (Vec<u32>, Arc<Vec<u8>>);
@@ -236,7 +236,7 @@ impl Shared<'_> {
         &self,
         chunk: &Chunk,
         others: Vec<(Vec<u32>, Vec<Piece>)>,
-        mut slot: Option<WindowSlot>,
+        mut slot: Option<SharedSlot>,
         source: impl Fn(&Piece) -> &'m [u8],
     ) -> (Vec<Packed>, Option<Lent>) {
         let (mut segments, mut takers, mut used) = (Vec::new(), BTreeMap::new(), 0);
@@ -289,7 +289,7 @@ impl Shared<'_> {
                 let mismatch = |found| failed(format!("expected CRC-64 {crc:016x}, found {found:016x}"));
                 (Body::verified(message, bytes, *crc).map_err(mismatch)?, None)
             }
-            Body::Window { at, bytes } => {
+            Body::Shared { at, bytes } => {
                 let view = self.neighbours.views.get(from);
                 let packed = view.and_then(|view| view.bytes(*at, *bytes));
                 let unseen = || failed(format!("{bytes} bytes at {at} are outside of the memory that this rank maps"));
@@ -347,7 +347,7 @@ struct Course<'s, 'scope, 'env> {
     /// Segments that are not in their places yet, by the round in which they came.
     unplaced: BTreeMap<u64, usize>,
     /// Slots that others read, and which ranks do.
-    lent: BTreeMap<u32, (WindowSlot, BTreeSet<u32>)>,
+    lent: BTreeMap<u32, (SharedSlot, BTreeSet<u32>)>,
     /// Others' slots with which this rank is done.
     returns: BTreeMap<u32, Vec<u32>>,
 }
@@ -401,7 +401,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
     /// Plans rounds and begins to read for them.
     fn plan(&mut self) -> Result<()> {
         while self.ahead.len() < ROUNDS_AHEAD && !self.is_planned {
-            let free = self.shared.neighbours.window.as_ref().map_or(usize::MAX, |window| window.free_slots());
+            let free = self.shared.neighbours.memory.as_ref().map_or(usize::MAX, |memory| memory.free_slots());
             if free < self.round_slots() && !self.ahead.is_empty() {
                 return Ok(());
             }
@@ -417,11 +417,11 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
         Ok(())
     }
 
-    /// Slots that one round takes at most: a window has enough for four rounds.
+    /// Slots that one round takes at most: shared memory has enough for four rounds.
     fn round_slots(&self) -> usize {
         let needs = self.shared.files.needs();
-        let window = self.shared.neighbours.window.as_ref().map_or(0, |window| window.slots() / 4);
-        window.min(needs.in_flight * slots_in_request(needs))
+        let most = self.shared.neighbours.memory.as_ref().map_or(0, |memory| memory.slots() / 4);
+        most.min(needs.in_flight * slots_in_request(needs))
     }
 
     /// Returns the requests of the next round, and whether it is the last one.
@@ -449,7 +449,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
                 }
             }
             let is_near = others.iter().any(|(ranks, _)| ranks.iter().any(is_shown));
-            let slot = neighbours.window.as_ref().filter(|_| is_near).and_then(Window::take);
+            let slot = neighbours.memory.as_ref().filter(|_| is_near).and_then(SharedMemory::take);
             slots += usize::from(slot.is_some());
             shared.request(Task { chunk, others, slot }, &mut requests);
             if is_full {
@@ -499,7 +499,7 @@ impl<'s, 'scope, 'env> Course<'s, 'scope, 'env> {
                 self.take_back(peer, slot)?;
             }
             for segment in parsed.segments {
-                bytes += if let Body::Window { bytes, .. } = segment.body { bytes } else { 0 };
+                bytes += if let Body::Shared { bytes, .. } = segment.body { bytes } else { 0 };
                 *self.unplaced.entry(self.round).or_default() += 1;
                 self.pool.submit(
                     Work::Place(self.round, segment),

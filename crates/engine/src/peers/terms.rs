@@ -10,7 +10,7 @@ use shardfast_plan::{CHUNK_BLOCKS_MAX, Common, Wanted, share};
 use shardfast_store::ReadNeeds;
 use shardfast_transfer::error::{Error, Kind, Result};
 use shardfast_transfer::sink::Want;
-use shardfast_transfer::staging::window::{View, Window};
+use shardfast_transfer::staging::shared::{SharedMemory, View};
 
 use super::PeerReads;
 use super::exchange::{Neighbours, Trouble, slots_in_request};
@@ -30,7 +30,8 @@ const LINKS_MIN: u64 = 8;
 const ROUND_BYTES_MAX: u64 = 512 << 20;
 
 /// The part of the staging budget that the messages of one round may take in one direction. Three rounds are being
-/// prepared or sent at a time and two are arriving or being placed: with a window at most half of the budget in all.
+/// prepared or sent at a time and two are arriving or being placed: at most half of the budget in all, with shared
+/// memory.
 pub(crate) const EXCHANGE_PART: u64 = 16;
 
 /// Descriptors that are left for data files and everything else in the process.
@@ -133,7 +134,7 @@ pub(crate) fn decide(
         return plain();
     }
     let chunk_bytes = u64::from(chunk_blocks) * BLOCK_BYTES;
-    // What a round has room for in a window.
+    // What a round has room for in shared memory.
     let run_bytes = needs.request_bytes.min(exchange_bytes / 2) / chunk_bytes * chunk_bytes;
     let sharing = matching.common.into_iter().map(|common| {
         let may_decline = peer_reads == PeerReads::Auto;
@@ -156,7 +157,7 @@ pub(crate) struct Connected {
 #[derive(Serialize, Deserialize)]
 struct Joined {
     missing: usize,
-    /// The ranks whose windows it maps, if no connection is missing.
+    /// The ranks whose shared memory it maps, if no connection is missing.
     views: Vec<u32>,
     sees_all: bool,
 }
@@ -179,8 +180,8 @@ pub(crate) fn connect(
     message_bytes_max: u64,
 ) -> std::result::Result<Option<Connected>, Trouble> {
     let round_slots = needs.in_flight * slots_in_request(needs);
-    let window = Window::new(operation.engine.staging_bytes(), 4 * round_slots as u64);
-    let offered = window.as_ref().map(|window| window.descriptor());
+    let memory = SharedMemory::new(operation.engine.staging_bytes(), 4 * round_slots as u64);
+    let offered = memory.as_ref().map(|memory| memory.descriptor());
     let joining = Joining::listen(&*operation.engine.coord, &operation.name(), offered).map_err(of_ranks);
     let opening = known.and_then(|(peers, is_cached)| {
         let address = joining.as_ref().map(|joining| joining.address().to_owned());
@@ -212,7 +213,7 @@ pub(crate) fn connect(
         let (missing, is_in_memory, viewers) =
             operation.agree("joined", joined, |ranks| Ok(joined_by_rank(&ranks))).map_err(Trouble::Everywhere)?;
         if missing == 0 {
-            let neighbours = Neighbours { window, viewers: viewers.into_iter().collect(), views };
+            let neighbours = Neighbours { memory, viewers: viewers.into_iter().collect(), views };
             let peers = joining.joined(operation.deadline(), message_bytes_max);
             return Ok(Some(Connected { peers, neighbours, is_in_memory }));
         }
@@ -229,7 +230,7 @@ fn meet(ranks: &[Meeting]) -> Vec<Option<Vec<(u32, String)>>> {
 }
 
 /// Returns for each rank: missing connections, whether all ranks map all memory that they read, and which ranks map its
-/// window.
+/// shared memory.
 fn joined_by_rank(ranks: &[Joined]) -> Vec<(usize, bool, Vec<u32>)> {
     let missing = ranks.iter().map(|rank| rank.missing).sum::<usize>();
     let is_in_memory = ranks.iter().all(|rank| rank.sees_all);

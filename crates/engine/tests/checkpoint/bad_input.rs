@@ -366,7 +366,7 @@ fn ranks_that_call_different_operations() {
         (&|engine| save_at(engine, "c"), &|engine| save_at(engine, "d")),
         (&|engine| open_at(engine, "e"), &|engine| open_at(engine, "f")),
         (&|engine| save_at(engine, "g"), &|engine| {
-            shardfast_engine::runs::newest(engine, &at("g"), None, false, LONG).map(drop)
+            shardfast_engine::newest::newest(engine, &at("g"), None, false, LONG).map(drop)
         }),
     ];
     for (i, (first, second)) in cases.into_iter().enumerate() {

@@ -155,6 +155,9 @@ impl<D: Disk> Disk for Hooked<D> {
     fn create_new(&self, path: &Path, direct: bool) -> Sys<HookedFile<D>> {
         Ok(HookedFile(self.disk.create_new(path, direct)?, path.to_owned()))
     }
+    fn open_write(&self, path: &Path) -> Sys<HookedFile<D>> {
+        Ok(HookedFile(self.disk.open_write(path)?, path.to_owned()))
+    }
     fn open_read(&self, path: &Path, direct: bool) -> Sys<HookedFile<D>> {
         if let Some(Err(errno)) = (self.hook)("open_read", path) {
             return Err(errno);

@@ -8,8 +8,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 use std::{env, fs, io, thread};
 
-use shardfast_coord::Topology;
 use shardfast_coord::grpc::{Membership, Place};
+use shardfast_coord::{Ports, Topology};
 use shardfast_engine::{Engine, Error, Kind, checkpoint, save};
 use shardfast_format::step_dir;
 
@@ -37,7 +37,14 @@ pub(crate) fn tell(text: &str) {
 /// The place of one of two processes.
 pub(crate) fn place(rank: u32) -> Place {
     let topology = Topology::new(2, 2, Topology::FAN_OUT_DEFAULT).unwrap();
-    let membership = Membership { host: "127.0.0.1".into(), rank, topology, token: TOKEN.into(), tls: None };
+    let membership = Membership {
+        host: "127.0.0.1".into(),
+        ports: Ports::default(),
+        rank,
+        topology,
+        token: TOKEN.into(),
+        tls: None,
+    };
     Place::open(membership, 0).unwrap()
 }
 

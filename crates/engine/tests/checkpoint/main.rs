@@ -11,6 +11,7 @@ mod large;
 mod layout;
 mod meddling;
 mod notes;
+mod overtaken;
 mod phases;
 mod planning;
 mod replicas;

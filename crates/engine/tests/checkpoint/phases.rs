@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use shardfast_coord::grpc::{Membership, Place};
-use shardfast_coord::{Coord, Decide, Topology};
+use shardfast_coord::{Coord, Decide, Ports, Topology};
 use shardfast_engine::staging::STAGING_BYTES_MIN;
 use shardfast_engine::{Engine, Fences, Provider, Result, State, checkpoint, save_to};
 use shardfast_store::disk::RealDisk;
@@ -195,8 +195,14 @@ fn rank() {
     let [rank, at, place] = role.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("{role}") };
     let (rank, url, at) = (rank.parse().unwrap(), place, at.to_owned());
     let gate = Arc::new(Gate { at, was_reached: AtomicBool::new(false) });
-    let membership =
-        Membership { host: "127.0.0.1".into(), rank, topology: topology(), token: TOKEN.into(), tls: None };
+    let membership = Membership {
+        host: "127.0.0.1".into(),
+        ports: Ports::default(),
+        rank,
+        topology: topology(),
+        token: TOKEN.into(),
+        tls: None,
+    };
     let place = Place::open(membership, 0).unwrap();
     let parent = match env::var(ADDRESS) {
         Ok(root) => Some(place.find_parent(&root, LONG).unwrap()),

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use shardfast_engine::retention::{Best, Keep, Retained, Retention};
 use shardfast_engine::runs::{list, step_url};
-use shardfast_engine::{Engine, Kind, Result, checkpoint, save};
-use shardfast_format::step_dir;
+use shardfast_engine::{Engine, Kind, Result, checkpoint, rewind, save};
+use shardfast_format::{JOBS, job_name, step_dir};
 
 use crate::job::{Job, LONG, Truth, destination, measured, wants};
 use crate::layout::{Dice, Layout};
@@ -46,6 +46,30 @@ fn data_files(dir: &Path) -> Vec<PathBuf> {
         }
     }
     found
+}
+
+/// A process that was stopped in a round, while another job has begun, deletes nothing more.
+#[test]
+fn a_job_that_is_not_the_newest_takes_nothing_back_and_deletes_nothing() {
+    let dir = scratch();
+    let url = run(dir.path());
+    let mut retention = Retention::new(&url, LAST);
+    assert_eq!(retention.retain(&[]).unwrap().left, [1, 2]);
+    let left = data_files(dir.path());
+    let engine = Engine::solo();
+    rewind::begin(&engine, (&url, None), 4, false, LONG).unwrap();
+    retention.begin(engine.job(&url));
+    let newer = dir.path().join(JOBS).join(job_name(2, "ab"));
+    std::fs::write(&newer, "host node-7\nprocess 4711\n").unwrap();
+    let refused = retention.clear(None).unwrap_err();
+    assert_eq!((refused.kind, data_files(dir.path())), (Kind::Conflict, left));
+    assert!(refused.message.contains("on host node-7 as process 4711"), "{refused}");
+    let job = Job::new(Layout::rows(2));
+    job.save(&step_url(&url, 4), &Truth::small(4, 50), &mut Dice(1)).unwrap();
+    assert_eq!(retention.retain(&[]).unwrap_err().kind, Kind::Conflict);
+    assert_eq!(steps(&url), [3, 4]);
+    std::fs::remove_file(newer).unwrap();
+    assert_eq!((retention.clear(None).unwrap(), retention.retain(&[]).unwrap().left), (vec![1, 2], vec![3]));
 }
 
 /// A reader beside the retention: what it read first is gone, and nothing of it is damaged.

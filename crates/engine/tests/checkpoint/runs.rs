@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::thread;
 
+use shardfast_engine::newest::{Newest, newest as open_newest};
 use shardfast_engine::retention::{Keep, Retention};
 use shardfast_engine::runs::{self, step_url};
 use shardfast_engine::{Engine, Kind, Result};
@@ -31,7 +32,7 @@ fn run(name: &str, steps: &[u64]) -> String {
 
 /// The step that is found and what was passed over, having loaded it.
 fn newest(url: &str, below: Option<u64>, older: bool) -> Result<Option<(u64, Vec<String>)>> {
-    let runs::Newest { found, skipped } = runs::newest(&Engine::solo(), url, below, older, LONG)?;
+    let Newest { found, skipped } = open_newest(&Engine::solo(), url, below, older, LONG)?;
     let Some((step, checkpoint)) = found else { return Ok(None) };
     let manifest = checkpoint.manifest();
     assert_eq!(checkpoint.url(), step_url(url, step));
@@ -56,7 +57,7 @@ fn steps_are_listed_in_order_and_only_steps() {
     assert_eq!(newest("memory://runs/nothing", None, false), Ok(None));
     assert_eq!(newest(&step_url(&url, 3), None, false).unwrap_err().kind, Kind::Invalid);
     let url = run("uncommitted", &[7]);
-    let skipped = runs::newest(&Engine::solo(), &url, None, false, LONG).unwrap().skipped;
+    let skipped = open_newest(&Engine::solo(), &url, None, false, LONG).unwrap().skipped;
     assert_eq!(skipped, ["step-00000007: not committed (its save was cut off, or is still running)"]);
 }
 
@@ -102,7 +103,7 @@ fn ranks_find_the_same_one_or_hear_why_not() {
         .collect();
     let ask = |older: [bool; 2]| {
         let ask = |rank: usize| {
-            runs::newest(&engines[rank], &url, None, older[rank], LONG).map(|newest| newest.found.unwrap().0)
+            open_newest(&engines[rank], &url, None, older[rank], LONG).map(|newest| newest.found.unwrap().0)
         };
         alike(thread::scope(|threads| {
             let second = threads.spawn(|| ask(1));

@@ -11,7 +11,7 @@ use shardfast_engine::retention::{Keep, Retention};
 use shardfast_engine::rewind::rewind_in;
 use shardfast_engine::runs::{self, step_url};
 use shardfast_engine::{Engine, Kind, Timeout, checkpoint, pin, unpin};
-use shardfast_format::{TELEMETRY, crc64, end_name, record_name, step_dir};
+use shardfast_format::{JOBS, TELEMETRY, crc64, end_name, job_name, record_name, step_dir};
 use shardfast_store::disk::{Disk, Errno, FileKind};
 use shardfast_store::testing::simdisk::{Fault, SimDisk};
 use shardfast_tools::sweep::{AGE_MIN, RECORDS_MAX, SAVE_MAX, Swept, sweep, sweep_in};
@@ -89,6 +89,7 @@ fn debris_goes_and_nothing_else_does() {
         (format!("{third}/manifest-{ATTEMPT}"), DAY + Duration::from_secs(60)),
         (format!(".tmp-{ATTEMPT}"), 2 * DAY),
         (format!("{TELEMETRY}/.tmp-{ATTEMPT}"), 2 * DAY),
+        (format!("{JOBS}/.tmp-{ATTEMPT}"), 2 * DAY),
     ];
     for (name, age) in &debris {
         leave(below(name), *age);
@@ -101,6 +102,7 @@ fn debris_goes_and_nothing_else_does() {
         ("logs/manifest-0123456789abcdef".to_owned(), 2 * DAY),
         (".tmp-fedcba9876543210".to_owned(), DAY / 2),
         (format!("{TELEMETRY}/.tmp-fedcba9876543210"), DAY / 2),
+        (format!("{JOBS}/{}", job_name(1, "ab")), 2 * DAY),
     ];
     for (name, age) in &others {
         leave(below(name), *age);
@@ -500,4 +502,21 @@ fn a_sweep_beside_eight_savers_touches_nothing_of_theirs_and_leaves_no_debris() 
             assert_eq!(differs, Ok(None), "seed {seed}, step {step}");
         }
     }
+}
+
+#[test]
+fn what_a_run_inside_a_checkpoint_writes_is_left_alone() {
+    let dir = scratch();
+    let place = step_url(&run(dir.path(), &[1]), 1);
+    let below = |name: &str| dir.path().join(step_dir(1)).join(name);
+    let young = "finetune/step-00000002/m/.tmp-fedcba9876543210";
+    let old = "finetune/step-00000001/m/.tmp-fedcba9876543210";
+    leave(below(young), Duration::from_secs(60));
+    leave(below(old), 2 * DAY);
+    leave(below("model/.tmp-fedcba9876543210"), Duration::from_secs(60));
+    let mut went = swept(&place).files;
+    went.sort();
+    let expected = [old, "model/.tmp-fedcba9876543210"].map(|name| shardfast_store::join(&place, name));
+    assert_eq!(went, expected, "no save writes into the directories of a committed checkpoint");
+    assert!(below(young).exists());
 }

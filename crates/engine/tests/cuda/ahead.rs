@@ -12,7 +12,7 @@ use shardfast_multistep::{
     AdamScalars, Applied, Array, Bias, Class, Device, DeviceCopies, Dtype, Dtypes, Figures, OptimizerKind, Pace,
     Rehearsed, Scalars, Unit, Variant, Window,
 };
-use shardfast_optim::{Block, Gradient, Instructions, Step, replay};
+use shardfast_optim::{Gradient, Instructions, Step, Tile, replay};
 use shardfast_transfer::cuda::{CopyStream, DeviceMemory};
 use shardfast_transfer::digest::Digester;
 
@@ -144,7 +144,7 @@ impl Training {
             arrays: (0u32..3)
                 .zip(tensors)
                 .map(|(array, (address, bytes))| {
-                    let memory = Arc::new(Lazy(memory(beside.blocks(), *address, bytes.len())));
+                    let memory = Arc::new(Lazy(memory(beside.tiles(), *address, bytes.len())));
                     Array { leaf: number as u32 * 3 + array, part: 0, memory }
                 })
                 .collect(),
@@ -187,11 +187,11 @@ impl Training {
             for [p, m, v] in &mut now {
                 let numel = p.len() as u64 / 4;
                 let values = floats(dice, numel);
-                let mut block = Block { offset: 0, numel, dtypes: Dtypes::F32, parameter: p, moments: &mut [m, v] };
+                let mut tile = Tile { offset: 0, numel, dtypes: Dtypes::F32, parameter: p, moments: &mut [m, v] };
                 let gradient = Gradient { dtype: Dtype::F32, values: &values, factor: None };
                 let variant = Variant::named(VARIANT).unwrap();
                 let step = Step::Taken { gradient, scalars: of_device };
-                replay(Instructions::best(), variant, &mut block, &[step]).unwrap();
+                replay(Instructions::best(), variant, &mut tile, &[step]).unwrap();
                 gradients.push(values);
             }
             self.next.push_back(Computed { gradients, after: now.clone(), scalars, device_bias });
@@ -446,7 +446,7 @@ fn a_step_and_what_comes_behind_it_are_asked_for_while_the_device_stands_still()
 }
 
 #[test]
-fn as_many_blocks_are_begun_as_are_copied_until_the_next_step() {
+fn as_many_tiles_are_begun_as_are_copied_until_the_next_step() {
     let numels = [3 << 20];
     let of = |pace: Option<Pace>, steps: u64| {
         let mut job = Job::new(6, &numels);
@@ -456,7 +456,7 @@ fn as_many_blocks_are_begun_as_are_copied_until_the_next_step() {
         let pace = window.pace();
         (job.save(window, 6), pace)
     };
-    // 36 MiB of state in blocks of 3 MiB.
+    // 36 MiB of state in tiles of 3 MiB.
     let (figures, pace) = of(None, 2);
     assert_eq!((figures.held_bytes, figures.left_bytes), (36 << 20, 0));
     let pace = pace.expect("it was measured");
@@ -468,7 +468,7 @@ fn as_many_blocks_are_begun_as_are_copied_until_the_next_step() {
 #[test]
 fn no_gradient_is_kept_of_what_is_not_held() {
     let mut job = Job::new(7, &[1 << 20, 1 << 20]);
-    // One block of 3 MiB, which is a quarter of one of the parameters.
+    // One tile of 3 MiB, which is a quarter of one of the parameters.
     let window = job.open(true, Some(Pace { bytes_per_ms: (1 << 20) as f64, room_ms: 4.0 }));
     job.steps(&window, 1, true);
     job.fake.synchronize();

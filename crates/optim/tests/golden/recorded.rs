@@ -1,6 +1,6 @@
 //! Reads the files that `tests/gpu/record.py` writes; its head describes them.
 
-use shardfast_optim::{AdamScalars, Bias, Block, Dtype, Gradient, Instructions, Kind, Scalars, Step, Variant, replay};
+use shardfast_optim::{AdamScalars, Bias, Dtype, Gradient, Instructions, Kind, Scalars, Step, Tile, Variant, replay};
 
 /// A file: steps of one implementation.
 #[derive(Debug)]
@@ -87,8 +87,8 @@ impl Recorded {
                 .collect();
             let (parameter, moments) = tensor.split_first_mut().expect("a tensor has a parameter");
             let mut moments: Vec<&mut [u8]> = moments.iter_mut().map(Vec::as_mut_slice).collect();
-            let mut block = Block { offset: 0, numel: numel as u64, dtypes, parameter, moments: &mut moments };
-            replay(on, variant, &mut block, &steps).expect("the recorded arrays fit together");
+            let mut tile = Tile { offset: 0, numel: numel as u64, dtypes, parameter, moments: &mut moments };
+            replay(on, variant, &mut tile, &steps).expect("the recorded arrays fit together");
         }
         let per_tensor = before.len() / self.numels.len();
         before.iter().zip(&run.after).enumerate().all(|(number, (found, expected))| {

@@ -5,7 +5,7 @@ mod refusals;
 mod sequences;
 
 use shardfast_optim::{
-    AdagradScalars, Block, Device, Dtype, Dtypes, Gradient, Instructions, Kind, Scalars, Step, Variant, replay,
+    AdagradScalars, Device, Dtype, Dtypes, Gradient, Instructions, Kind, Scalars, Step, Tile, Variant, replay,
 };
 
 use random::Random;
@@ -82,11 +82,11 @@ impl Case {
         Case { variant, numel, parameter: bytes(dtypes.parameter, &parameter), moments, steps, expected }
     }
 
-    /// Replays blocks that begin at `cuts`, shared among `threads`; returns the arrays afterwards.
+    /// Replays tiles that begin at `cuts`, shared among `threads`; returns the arrays afterwards.
     fn replayed(&self, on: Instructions, cuts: &[usize], threads: usize) -> (Vec<u8>, Vec<Vec<u8>>) {
         let dtypes = self.variant.dtypes();
         let (mut parameter, mut moments) = (self.parameter.clone(), self.moments.clone());
-        let mut blocks = Vec::new();
+        let mut tiles = Vec::new();
         let (mut rest, mut state_rest) =
             (parameter.as_mut_slice(), moments.iter_mut().map(|m| m.as_mut_slice()).collect::<Vec<_>>());
         for (index, &start) in cuts.iter().enumerate() {
@@ -99,18 +99,18 @@ impl Case {
                 *moment = behind;
                 state.push(own);
             }
-            blocks.push((start, elements, own, state));
+            tiles.push((start, elements, own, state));
         }
         let mut of_threads: Vec<Vec<_>> = (0..threads).map(|_| Vec::new()).collect();
-        blocks.into_iter().enumerate().for_each(|(index, block)| of_threads[index % threads].push(block));
+        tiles.into_iter().enumerate().for_each(|(index, tile)| of_threads[index % threads].push(tile));
         std::thread::scope(|scope| {
-            for blocks in of_threads {
+            for tiles in of_threads {
                 scope.spawn(move || {
-                    for (start, elements, parameter, mut moments) in blocks {
+                    for (start, elements, parameter, mut moments) in tiles {
                         let steps: Vec<Step<'_>> = self.steps.iter().map(|step| cut(step, start, elements)).collect();
                         let (offset, numel) = (start as u64, self.numel as u64);
-                        let mut block = Block { offset, numel, dtypes, parameter, moments: &mut moments };
-                        replay(on, self.variant, &mut block, &steps).expect("the arrays fit together");
+                        let mut tile = Tile { offset, numel, dtypes, parameter, moments: &mut moments };
+                        replay(on, self.variant, &mut tile, &steps).expect("the arrays fit together");
                     }
                 });
             }
@@ -139,7 +139,7 @@ impl Case {
     }
 }
 
-/// Returns the part of a step that a block gets.
+/// Returns the part of a step that a tile gets.
 fn cut(step: &Option<(GradientOwned, Scalars)>, start: usize, elements: usize) -> Step<'_> {
     let Some((GradientOwned { dtype, values, factor }, scalars)) = step else { return Step::Skipped };
     let values = &values[start * dtype.bytes()..(start + elements) * dtype.bytes()];
@@ -162,7 +162,7 @@ fn every_variant_is_the_model_at_every_length() {
 }
 
 #[test]
-fn blocks_are_cut_anywhere_and_shared_by_threads() {
+fn tiles_are_cut_anywhere_and_shared_by_threads() {
     let mut random = Random(2);
     for variant in Variant::all() {
         for threads in 1..=4 {

@@ -1,8 +1,8 @@
 //! Tests that arguments that contradict each other are refused, and that nothing is written.
 
 use shardfast_optim::{
-    AdagradScalars, AdamScalars, Bias, Block, Dtype, Dtypes, Error, Gradient, Instructions, Kind, LionScalars, Scalars,
-    Step, Variant, replay,
+    AdagradScalars, AdamScalars, Bias, Dtype, Dtypes, Error, Gradient, Instructions, Kind, LionScalars, Scalars, Step,
+    Tile, Variant, replay,
 };
 
 const ADAM: AdamScalars = AdamScalars {
@@ -51,7 +51,7 @@ impl Call {
         let (mut parameter, gradient) = (vec![1; self.parameter], vec![1; self.gradient_bytes]);
         let mut arrays: Vec<Vec<u8>> = self.moments.iter().map(|&bytes| vec![1; bytes]).collect();
         let mut moments: Vec<&mut [u8]> = arrays.iter_mut().map(Vec::as_mut_slice).collect();
-        let mut block = Block {
+        let mut tile = Tile {
             offset: self.offset,
             numel: self.numel,
             dtypes: self.dtypes,
@@ -61,7 +61,7 @@ impl Call {
         let gradient = Gradient { dtype: self.gradient, values: &gradient, factor: self.factor };
         let steps = [Step::Skipped, Step::Taken { gradient, scalars: self.scalars }];
         let variant = Variant::named(self.variant).expect("a variant's name");
-        let error = replay(Instructions::best(), variant, &mut block, &steps).expect_err("a refusal");
+        let error = replay(Instructions::best(), variant, &mut tile, &steps).expect_err("a refusal");
         assert!(parameter.iter().chain(arrays.iter().flatten()).all(|&byte| byte == 1), "{error}");
         error
     }

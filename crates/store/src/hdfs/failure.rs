@@ -22,6 +22,7 @@ const CLASSES: &[(&str, Kind)] = &[
     ("IllegalArgumentException", Kind::Invalid),
     ("InvalidPathException", Kind::Invalid),
     ("ParentNotDirectoryException", Kind::Invalid),
+    ("SnapshotException", Kind::Invalid),
     ("PathIsNotDirectoryException", Kind::Invalid),
     ("FSLimitException$PathComponentTooLongException", Kind::Invalid),
     ("FSLimitException$MaxDirectoryItemsExceededException", Kind::Exhausted),
@@ -36,7 +37,10 @@ const ALL_FAILED: &str = "All DataNodes failed";
 const DISCONNECTED: &str = "RPC listener disconnected";
 
 /// Text of the NameNode about blocks that are shorter than it takes.
-const SHORT_BLOCK: &str = "block size is less than configured minimum";
+const SHORT_BLOCK: &str = "is less than configured minimum";
+
+/// Text of the NameNode about more replicas than it allows.
+const MANY_REPLICAS: &str = "Requested replication factor of";
 
 /// Directory that is not empty.
 const NOT_EMPTY: &str = "PathIsNotEmptyDirectoryException";
@@ -95,7 +99,7 @@ fn kind_of(error: &HdfsError) -> Kind {
         HdfsError::RPCError(class, text) | HdfsError::FatalRPCError(class, text) => match class_kind(class) {
             Some(Kind::NotFound) if text.contains(NO_FILE) => Kind::Corrupt,
             Some(kind) => kind,
-            None if text.contains(SHORT_BLOCK) => Kind::Invalid,
+            None if text.contains(SHORT_BLOCK) || text.contains(MANY_REPLICAS) => Kind::Invalid,
             None => Kind::Unavailable,
         },
         HdfsError::InvalidPath(_)
@@ -112,7 +116,8 @@ fn kind_of(error: &HdfsError) -> Kind {
     }
 }
 
-fn class_kind(class: &str) -> Option<Kind> {
+/// Returns the caller's reaction to a class of exceptions; `None` for one that may pass, and for other text.
+pub(super) fn class_kind(class: &str) -> Option<Kind> {
     CLASSES.iter().find(|(known, _)| short(class) == *known).map(|(_, kind)| *kind)
 }
 

@@ -2,7 +2,7 @@
 //!
 //! [WebHDFS]: https://hadoop.apache.org/docs/stable/hadoop-project-dist/hadoop-hdfs/WebHDFS.html
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::env;
 use std::future::Future;
 use std::path::Path;
@@ -17,9 +17,8 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use super::configuration::Configuration;
-use super::token;
-use super::{PARTS, STILL_MAX};
-use crate::Quota;
+use super::{STILL_MAX, failure, token};
+use crate::{Kind, Quota};
 
 /// Longest list of sources in a request's URL, in bytes: a NameNode takes 64 KiB of headers.
 const SOURCES_BYTES: usize = 16 << 10;
@@ -59,6 +58,8 @@ pub(super) struct Memory {
     untold: Option<Instant>,
     /// Directories above checkpoints without a quota.
     without_quota: HashSet<String>,
+    /// Erasure coding policies of directories.
+    policies: HashMap<String, Option<String>>,
 }
 
 /// Answer that refuses a call.
@@ -126,9 +127,7 @@ impl Rest {
     fn path(&self, path: &str) -> String {
         let (link, target) = &self.mount;
         let path = path.strip_prefix(link.as_str()).unwrap_or(path);
-        let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(byte);
-        let encoded = |byte: u8| if is_plain(&byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") };
-        format!("{target}{path}").bytes().map(encoded).collect()
+        encoded(&format!("{target}{path}"))
     }
 
     /// Returns how many of these files one call joins.
@@ -151,16 +150,33 @@ impl Rest {
         if self.memory().silence.is_some_and(|since| since.elapsed() < SILENT_FOR) {
             return Err(format!("no answer to calls before; it is asked again after {} s", SILENT_FOR.as_secs()));
         }
-        let done = self.call(&Method::POST, &call, STILL_MAX).await;
+        let done = self.call(&Method::POST, &call, STILL_MAX).await.and_then(without_body);
         if done.as_ref().is_err_and(|why| why.contains(NO_ANSWER)) {
             self.memory().silence = Some(Instant::now());
         }
-        done.map(drop)
+        done
     }
 
-    /// Returns the quota of space on the directory `root`: its own, or that of the first directory above which has one.
-    /// The NameNode walks over all files below a directory without a quota, so that such a one is asked about once.
-    pub(super) async fn quota(&self, root: &str, replication: Option<u32>) -> Option<Quota> {
+    /// Sets the storage policy of a directory, by which the NameNode places the blocks of new files in it.
+    ///
+    /// # Errors
+    /// The reason why it was not set, or may not have been.
+    pub(super) async fn set_storage_policy(&self, dir: &str, policy: &str) -> Result<(), String> {
+        let dir = if dir.is_empty() { "/" } else { dir };
+        let call = format!("{}?op=SETSTORAGEPOLICY&storagepolicy={}", self.path(dir), encoded(policy));
+        self.call(&Method::PUT, &call, STILL_MAX).await.and_then(without_body)
+    }
+
+    /// Returns what a caller can do about a call that failed for this reason.
+    pub(super) fn kind_of(&self, why: &str) -> Kind {
+        let classes = why.split(": ").find_map(failure::class_kind);
+        if self.missing.is_some() { Kind::Unsupported } else { classes.unwrap_or(Kind::Unavailable) }
+    }
+
+    /// Returns the quota of space on the directory `root`, in bytes of all [copies](Rest::copies): its own, or that of
+    /// the first directory above which has one. The NameNode walks over all files below a directory without a quota, so
+    /// that such a one is asked about once.
+    pub(super) async fn quota(&self, root: &str) -> Option<Quota> {
         for dir in ancestors(root) {
             if self.memory().without_quota.contains(dir) {
                 continue;
@@ -168,8 +184,7 @@ impl Rest {
             let usage = &self.told(dir, "GETQUOTAUSAGE").await["QuotaUsage"];
             // Without a quota the number is negative.
             if let (Some(bytes), Some(used)) = (usage["spaceQuota"].as_u64(), usage["spaceConsumed"].as_u64()) {
-                let (copies, left_bytes) = (self.copies(root, replication).await, bytes.saturating_sub(used));
-                return Some(Quota { of: dir.to_owned(), bytes: bytes / copies, left_bytes: left_bytes / copies });
+                return Some(Quota { of: dir.to_owned(), bytes, left_bytes: bytes.saturating_sub(used) });
             }
             match usage["fileAndDirectoryCount"].as_u64() {
                 // Those above have yet more files.
@@ -182,23 +197,22 @@ impl Rest {
         None
     }
 
-    /// Returns the bytes that the objects in the directory `root` take of a quota, at most: each file that is being
-    /// written takes a whole block, which the NameNode does not tell.
-    pub(super) async fn used_bytes(&self, root: &str, replication: Option<u32>) -> u64 {
+    /// Returns how many files are below the directory `root`, and how many bytes all their copies take of a quota. Each
+    /// file that is being written takes a whole block more, which the NameNode does not tell.
+    pub(super) async fn used(&self, root: &str) -> (u64, u64) {
         let usage = &self.told(root, "GETQUOTAUSAGE").await["QuotaUsage"];
-        let [files, bytes] = ["fileAndDirectoryCount", "spaceConsumed"].map(|name| usage[name].as_u64().unwrap_or(0));
-        bytes / self.copies(root, replication).await + files.saturating_mul(PARTS.bytes_max)
+        let of = |name| usage[name].as_u64().unwrap_or(0);
+        (of("fileAndDirectoryCount"), of("spaceConsumed"))
     }
 
-    /// Returns the bytes of objects in the directory `root` for which the DataNodes have room.
-    pub(super) async fn free_bytes(&self, root: &str, replication: Option<u32>) -> Option<u64> {
-        let bytes = self.told("/", "GETSTATUS").await["FsStatus"]["remaining"].as_u64()?;
-        Some(bytes / self.copies(root, replication).await)
+    /// Returns the bytes for which the DataNodes have room, those of all copies.
+    pub(super) async fn free_bytes(&self) -> Option<u64> {
+        self.told("/", "GETSTATUS").await["FsStatus"]["remaining"].as_u64()
     }
 
     /// Returns how often the bytes of an object in the directory `root` are stored, which is at least once. Codes that
     /// need less than two copies count as one.
-    async fn copies(&self, root: &str, replication: Option<u32>) -> u64 {
+    pub(super) async fn copies(&self, root: &str, replication: Option<u32>) -> u64 {
         for dir in ancestors(root) {
             let status = &self.told(dir, "GETFILESTATUS").await["FileStatus"];
             if status["ecPolicy"].is_string() {
@@ -213,6 +227,24 @@ impl Rest {
             None => self.told("/", "GETSERVERDEFAULTS").await["FsServerDefaults"]["replication"].as_u64(),
         };
         copies.unwrap_or(1).max(1)
+    }
+
+    /// Returns the erasure coding policy of the directory in which `root` is or will be made; `None` if its files are
+    /// replicated, or WebHDFS does not answer. The NameNode is asked once for each directory.
+    pub(super) async fn policy(&self, root: &str) -> Option<String> {
+        let parent = root.rsplit_once('/').map_or("", |(parent, _)| parent);
+        if let Some(known) = self.memory().policies.get(parent) {
+            return known.clone();
+        }
+        for dir in ancestors(root) {
+            let status = &self.told(dir, "GETFILESTATUS").await["FileStatus"];
+            if status.is_object() {
+                let policy = status["ecPolicy"].as_str().map(str::to_owned);
+                self.memory().policies.insert(parent.to_owned(), policy.clone());
+                return policy;
+            }
+        }
+        None
     }
 
     /// Returns what the NameNode tells of a directory; `Null` if nothing.
@@ -272,6 +304,24 @@ const NO_ANSWER: &str = "no answer";
 
 async fn within<T>(limit: Duration, call: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     timeout(limit, call).await.unwrap_or_else(|_| Err(format!("{NO_ANSWER} within {} s", limit.as_secs())))
+}
+
+/// Accepts the empty answer of a NameNode to a change.
+///
+/// # Errors
+/// A message for the page of a proxy or a gateway.
+fn without_body(body: Bytes) -> Result<(), String> {
+    match body.is_empty() {
+        true => Ok(()),
+        false => Err(format!("it answered with {} bytes, and not as a NameNode does", body.len())),
+    }
+}
+
+/// Percent-encodes a text for a URL, but for slashes.
+fn encoded(text: &str) -> String {
+    let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(byte);
+    let of_byte = |byte: u8| if is_plain(&byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") };
+    text.bytes().map(of_byte).collect()
 }
 
 /// Yields a directory and those above it.

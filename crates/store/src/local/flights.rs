@@ -73,7 +73,7 @@ fn begin<'a, D: Disk>(
     if bytes > 0 {
         let began = object.reports.begin();
         let flight = Flight { buffer, range: 0..bytes, offset, write: place };
-        ring.submit(&object.file, flight).map_err(|errno| of_errno("write", &object.path, errno))?;
+        ring.submit(object.file(), flight).map_err(|errno| of_errno("write", &object.path, errno))?;
         begun[place] = Some(Begun { object, number, end: bytes, stalled: false, began });
     }
     Ok(())
@@ -98,7 +98,7 @@ fn advance<'a, D: Disk>(
     mut flight: Flight,
     taken: std::result::Result<usize, Errno>,
 ) -> Result<Advanced<'a, D>> {
-    let LocalWriter { file, path, alignment, .. } = write.object;
+    let LocalWriter { path, alignment, .. } = write.object;
     match taken {
         Err(Errno::INTR) => {}
         Err(errno) => {
@@ -125,7 +125,7 @@ fn advance<'a, D: Disk>(
         return Ok(Advanced::Done);
     }
     let place = flight.write;
-    ring.submit(file, flight).map_err(|errno| of_errno("write", path, errno))?;
+    ring.submit(write.object.file(), flight).map_err(|errno| of_errno("write", path, errno))?;
     Ok(Advanced::Goes(place, write))
 }
 

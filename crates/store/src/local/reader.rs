@@ -31,7 +31,7 @@ fn is_most_of(bytes: u64) -> impl Fn(u64) -> bool {
 }
 
 /// An open file for reading.
-pub(super) struct LocalReader<D: Disk> {
+pub(crate) struct LocalReader<D: Disk> {
     disk: Arc<D>,
     file: D::File,
     /// Handle of the same file past the page cache, if it is large.
@@ -41,7 +41,7 @@ pub(super) struct LocalReader<D: Disk> {
     path: PathBuf,
     bytes: u64,
     name: String,
-    pub(super) reports: Reports,
+    pub(crate) reports: Reports,
 }
 
 impl<D: Disk> ObjectReader for LocalReader<D> {
@@ -101,7 +101,7 @@ impl<D: Disk> PageCache for LocalReader<D> {
 
 impl<D: Disk> LocalReader<D> {
     /// Makes a reader of an open file; `direct` is a second handle, past the page cache.
-    pub(super) fn new(
+    pub(crate) fn new(
         disk: Arc<D>,
         file: D::File,
         direct: Option<D::File>,

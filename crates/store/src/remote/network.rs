@@ -128,6 +128,11 @@ pub(crate) struct Network {
     /// Runtime, until it is dropped.
     runtime: Option<Runtime>,
     http: HttpClient,
+    /// Client that goes through no proxy, made when it is first needed.
+    #[cfg(feature = "hdfs")]
+    direct: OnceLock<HttpClient>,
+    #[cfg(feature = "hdfs")]
+    still_max: Duration,
     /// Clients of other libraries, by place and settings: each keeps its connections for as long as the process lives.
     #[cfg(feature = "hdfs")]
     clients: Mutex<HashMap<String, Box<dyn Any + Send + Sync>>>,
@@ -218,13 +223,18 @@ impl Network {
         let simulated = pool.simulated.clone().map(|service| HttpClient::new(Simulated(service)));
         #[cfg(not(feature = "testing"))]
         let simulated = None;
-        let http = simulated.map_or_else(|| Connections::new(pool.still_max).map(HttpClient::new), Ok)?;
+        let connections = || Connections::new(pool.still_max, reqwest::Client::builder()).map(HttpClient::new);
+        let http = simulated.map_or_else(connections, Ok)?;
         let http = HttpClient::new(Lists(http));
         Ok(Network {
             runtime: Some(runtime),
             http,
             #[cfg(feature = "hdfs")]
             clients: Mutex::default(),
+            #[cfg(feature = "hdfs")]
+            direct: OnceLock::new(),
+            #[cfg(feature = "hdfs")]
+            still_max: pool.still_max,
             process: std::process::id(),
         })
     }
@@ -232,6 +242,19 @@ impl Network {
     /// Returns the client library's way to this HTTP client.
     pub(crate) fn connector(&self) -> Connector {
         Connector(self.http.clone())
+    }
+
+    /// Returns an HTTP client that goes through no proxy: what the environment names is for places outside.
+    ///
+    /// # Errors
+    /// As for the other one.
+    #[cfg(feature = "hdfs")]
+    pub(crate) fn direct(&self) -> std::result::Result<HttpClient, String> {
+        if let Some(direct) = self.direct.get() {
+            return Ok(direct.clone());
+        }
+        let direct = Connections::new(self.still_max, reqwest::Client::builder().no_proxy()).map(HttpClient::new)?;
+        Ok(self.direct.get_or_init(|| direct).clone())
     }
 
     /// Runs a call of the client library on this thread; returns its outcome, and the service's last answer.
@@ -351,8 +374,8 @@ struct Connections {
 }
 
 impl Connections {
-    fn new(still_max: Duration) -> std::result::Result<Connections, String> {
-        let client = reqwest::Client::builder()
+    fn new(still_max: Duration, builder: reqwest::ClientBuilder) -> std::result::Result<Connections, String> {
+        let client = builder
             .tls_backend_preconfigured(trust()?)
             .connect_timeout(CONNECT_MAX)
             .pool_max_idle_per_host(IDLE_MAX)

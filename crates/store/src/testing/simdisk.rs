@@ -223,6 +223,14 @@ impl SimDisk {
 }
 
 impl SimDisk {
+    /// Opens a file that is there.
+    fn opened(&self, name: &'static str, path: &Path, direct: bool) -> Sys<SimFile> {
+        let generation = self.generation();
+        let open =
+            |state: &mut State, _| Ok(SimFile { inode: state.find(path)?, path: path.to_owned(), direct, generation });
+        self.by_path(path, || self.call(name, path, None, open))
+    }
+
     /// Performs a call on an open file.
     fn call_on<T>(
         &self,
@@ -361,11 +369,12 @@ impl Disk for SimDisk {
         self.changing(path, || self.call(name, path, None, create))
     }
 
+    fn open_write(&self, path: &Path) -> Sys<SimFile> {
+        self.opened("open_write", path, true)
+    }
+
     fn open_read(&self, path: &Path, direct: bool) -> Sys<SimFile> {
-        let generation = self.generation();
-        let open =
-            |state: &mut State, _| Ok(SimFile { inode: state.find(path)?, path: path.to_owned(), direct, generation });
-        self.by_path(path, || self.call("open_read", path, None, open))
+        self.opened("open_read", path, direct)
     }
 
     fn ring(&self, depth: u32) -> Sys<SimRing> {

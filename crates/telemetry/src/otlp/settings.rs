@@ -21,11 +21,13 @@ const FRAMING: [&str; 5] = ["connection", "content-length", "content-type", "hos
 /// Attributes that a resource has at most, and bytes of each.
 const ATTRIBUTES: (usize, usize) = (64, 1024);
 
-/// Place of a server, and a path there.
+/// Place of a server, a path there, and how requests are sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Target {
     pub(crate) address: String,
     pub(crate) path: String,
+    pub(crate) headers: Vec<(String, String)>,
+    pub(crate) timeout: Duration,
 }
 
 /// Places and times of exports.
@@ -33,8 +35,6 @@ pub(crate) struct Target {
 pub(crate) struct Settings {
     pub(crate) traces: Option<Target>,
     pub(crate) metrics: Option<Target>,
-    pub(crate) headers: Vec<(String, String)>,
-    pub(crate) timeout: Duration,
     pub(crate) interval: Duration,
     attributes: Vec<(String, String)>,
 }
@@ -54,22 +54,7 @@ impl Settings {
         if traces.is_none() && metrics.is_none() {
             return Ok(None);
         }
-        for name in ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] {
-            if let Some(protocol) = variable(name).filter(|protocol| protocol != "http/protobuf") {
-                let what = "expected http/protobuf, which collectors take at port 4318";
-                return Err(Error::invalid(format!("{name}={protocol}: {what}")));
-            }
-        }
-        let ms = |name: &str, default: Duration| match variable(name) {
-            None => Ok(default),
-            Some(text) => match text.trim().parse() {
-                Ok(ms) if ms > 0 => Ok(Duration::from_millis(ms)),
-                _ => Err(Error::invalid(format!("{name}={text}: expected a number of milliseconds"))),
-            },
-        };
-        let mut headers = vec![("content-type".to_owned(), "application/x-protobuf".to_owned())];
-        headers.extend(pairs(&variable, "OTEL_EXPORTER_OTLP_HEADERS")?);
-        let mut attributes = pairs(&variable, "OTEL_RESOURCE_ATTRIBUTES")?;
+        let mut attributes = pairs(variable("OTEL_RESOURCE_ATTRIBUTES"), "OTEL_RESOURCE_ATTRIBUTES")?;
         if let Some(name) = variable("OTEL_SERVICE_NAME") {
             attributes.retain(|(key, _)| key != "service.name");
             attributes.push(("service.name".to_owned(), name));
@@ -77,14 +62,8 @@ impl Settings {
         if !attributes.iter().any(|(key, _)| key == "service.name") {
             attributes.push(("service.name".to_owned(), "shardfast".to_owned()));
         }
-        Ok(Some(Settings {
-            traces,
-            metrics,
-            headers,
-            timeout: ms("OTEL_EXPORTER_OTLP_TIMEOUT", TIMEOUT)?,
-            interval: ms("OTEL_METRIC_EXPORT_INTERVAL", INTERVAL)?,
-            attributes,
-        }))
+        let interval = ms("OTEL_METRIC_EXPORT_INTERVAL", variable("OTEL_METRIC_EXPORT_INTERVAL"), INTERVAL)?;
+        Ok(Some(Settings { traces, metrics, interval, attributes }))
     }
 
     /// Returns the process as the resource of what it tells.
@@ -103,17 +82,32 @@ impl Settings {
     }
 }
 
-/// Returns where a signal goes; `None` if it goes nowhere.
+/// Returns where a signal goes and how; `None` if it goes nowhere. A variable of the signal counts before the one of
+/// all signals.
 fn target(variable: &impl Fn(&str) -> Option<String>, signal: &str, path: &str) -> Result<Option<Target>> {
     if variable(&format!("OTEL_{signal}_EXPORTER")).is_some_and(|all| !all.split(',').any(|one| one.trim() == "otlp")) {
         return Ok(None);
     }
-    let (own, all) = (format!("OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"), "OTEL_EXPORTER_OTLP_ENDPOINT");
-    let (name, url, behind) = match (variable(&own), variable(all)) {
-        (Some(url), _) => (own.as_str(), url, ""),
-        (None, Some(url)) => (all, url, path),
-        (None, None) => return Ok(None),
+    let named = |what: &str| {
+        let (own, all) = (format!("OTEL_EXPORTER_OTLP_{signal}_{what}"), format!("OTEL_EXPORTER_OTLP_{what}"));
+        match variable(&own) {
+            Some(text) => (own, Some(text)),
+            None => (all.clone(), variable(&all)),
+        }
     };
+    let (name, Some(url)) = named("ENDPOINT") else { return Ok(None) };
+    let behind = if name.contains(signal) { "" } else { path };
+    if let (name, Some(protocol)) = named("PROTOCOL")
+        && protocol != "http/protobuf"
+    {
+        let what = "expected http/protobuf, which collectors take at port 4318";
+        return Err(Error::invalid(format!("{name}={protocol}: {what}")));
+    }
+    let mut headers = vec![("content-type".to_owned(), "application/x-protobuf".to_owned())];
+    let (given, text) = named("HEADERS");
+    headers.extend(pairs(text, &given)?);
+    let (given, text) = named("TIMEOUT");
+    let timeout = ms(&given, text, TIMEOUT)?;
     // A URL may hold a password.
     let invalid = |what: &str| Error::invalid(format!("{name}: expected http://host:port, found {what}"));
     let rest = match url.trim().split_once("://") {
@@ -137,12 +131,21 @@ fn target(variable: &impl Fn(&str) -> Option<String>, signal: &str, path: &str) 
     }
     let address = format!("{host}:{port}");
     let path = format!("{}{behind}", if behind.is_empty() { base } else { base.trim_end_matches('/') });
-    Ok(Some(Target { address, path: if path.is_empty() { "/".to_owned() } else { path } }))
+    Ok(Some(Target { address, path: if path.is_empty() { "/".to_owned() } else { path }, headers, timeout }))
 }
 
-/// Returns the pairs of a variable `key=value,key=value`, whose values are percent-encoded.
-fn pairs(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Vec<(String, String)>> {
-    let Some(all) = variable(name) else { return Ok(Vec::new()) };
+/// Returns the time in milliseconds that a variable has.
+fn ms(name: &str, text: Option<String>, default: Duration) -> Result<Duration> {
+    let Some(text) = text else { return Ok(default) };
+    match text.trim().parse() {
+        Ok(ms) if ms > 0 => Ok(Duration::from_millis(ms)),
+        _ => Err(Error::invalid(format!("{name}={text}: expected a number of milliseconds"))),
+    }
+}
+
+/// Returns the pairs of a variable's text `key=value,key=value`, whose values are percent-encoded.
+fn pairs(text: Option<String>, name: &str) -> Result<Vec<(String, String)>> {
+    let Some(all) = text else { return Ok(Vec::new()) };
     let pair = |one: &str| {
         // The text may be a password.
         let invalid = || Error::invalid(format!("{name}: expected key=value,key=value with values percent-encoded"));
@@ -193,16 +196,20 @@ mod tests {
             ("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Basic%20abc, x-a=1"),
             ("OTEL_RESOURCE_ATTRIBUTES", "service.name=a,team=b"),
             ("OTEL_SERVICE_NAME", "gpt"),
+            ("OTEL_EXPORTER_OTLP_METRICS_HEADERS", "x-b=2"),
             ("OTEL_EXPORTER_OTLP_TIMEOUT", "250"),
+            ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "50"),
         ])
         .unwrap()
         .unwrap();
-        let target = |address: &str, path: &str| Some(Target { address: address.to_owned(), path: path.to_owned() });
-        assert_eq!(found.traces, target("other:80", "/own"));
-        assert_eq!(found.metrics, target("node:4318", "/base/v1/metrics"));
-        assert_eq!(found.headers[1..], [("authorization".into(), "Basic abc".into()), ("x-a".into(), "1".into())]);
+        let (traces, metrics) = (found.traces.unwrap(), found.metrics.unwrap());
+        assert_eq!((traces.address.as_str(), traces.path.as_str()), ("other:80", "/own"));
+        assert_eq!((metrics.address.as_str(), metrics.path.as_str()), ("node:4318", "/base/v1/metrics"));
+        assert_eq!(traces.headers[1..], [("authorization".into(), "Basic abc".into()), ("x-a".into(), "1".into())]);
+        assert_eq!(metrics.headers[1..], [("x-b".into(), "2".into())]);
         assert_eq!(found.attributes, [("team".into(), "b".into()), ("service.name".into(), "gpt".into())]);
-        assert_eq!((found.timeout, found.interval), (Duration::from_millis(250), INTERVAL));
+        let times = (traces.timeout, metrics.timeout, found.interval);
+        assert_eq!(times, (Duration::from_millis(50), Duration::from_millis(250), INTERVAL));
         let none = read(&[endpoint, ("OTEL_TRACES_EXPORTER", "none")]).unwrap().unwrap();
         assert!(none.traces.is_none() && none.metrics.is_some());
     }
@@ -225,7 +232,10 @@ mod tests {
             assert!(error.message.starts_with(name) && !error.message.contains("secret@"), "{error}");
             assert!(!error.message.contains("secret"), "{error}");
         }
-        let grpc = [("OTEL_EXPORTER_OTLP_ENDPOINT", "http://a:1"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")];
-        assert!(read(&grpc).unwrap_err().message.contains("4318"));
+        for name in ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"] {
+            let grpc = [("OTEL_EXPORTER_OTLP_ENDPOINT", "http://a:1"), (name, "grpc")];
+            let message = read(&grpc).unwrap_err().message;
+            assert!(message.starts_with(name) && message.contains("4318"), "{message}");
+        }
     }
 }

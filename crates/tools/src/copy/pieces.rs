@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use shardfast_engine::Engine;
 use shardfast_format::{BLOCK_BYTES, FileEntry, crc64};
 use shardfast_transfer::error::{Error, FirstFailure, Result};
+use shardfast_transfer::interrupt;
 use shardfast_transfer::reader::{Damage, Files, OpenFile};
 use shardfast_transfer::staging::ALIGNMENT;
 
@@ -34,21 +35,24 @@ pub(super) fn each_piece(
     let (file, next, failure) = (files.entry(number), AtomicU64::new(0), FirstFailure::default());
     let in_budget = (engine.staging_bytes() / piece_bytes).max(1) as usize;
     let threads = THREADS_MAX.min(in_budget).min(file.bytes.div_ceil(piece_bytes).max(1) as usize);
+    let each = || {
+        while !failure.is_set() {
+            let offset = next.fetch_add(piece_bytes, Ordering::Relaxed);
+            if offset >= file.bytes {
+                return;
+            }
+            let range = offset..file.bytes.min(offset + piece_bytes);
+            let waited = limit.wait(range.end - range.start);
+            let piece = waited.and_then(|()| verified(files, number, file, range));
+            if let Err(error) = piece.and_then(|piece| take(offset, &piece)) {
+                failure.set(error);
+            }
+        }
+    };
+    let interrupt = interrupt::current();
     std::thread::scope(|scope| {
         for _ in 0..threads {
-            scope.spawn(|| {
-                while !failure.is_set() {
-                    let offset = next.fetch_add(piece_bytes, Ordering::Relaxed);
-                    if offset >= file.bytes {
-                        return;
-                    }
-                    let range = offset..file.bytes.min(offset + piece_bytes);
-                    limit.wait(range.end - range.start);
-                    if let Err(error) = verified(files, number, file, range).and_then(|piece| take(offset, &piece)) {
-                        failure.set(error);
-                    }
-                }
-            });
+            scope.spawn(|| interrupt::within(interrupt.clone(), each));
         }
     });
     failure.into_result()

@@ -7,6 +7,7 @@ mod dying;
 mod export;
 mod inspect;
 mod later;
+mod levels;
 mod mapped;
 mod parts;
 mod reading;

@@ -2,14 +2,14 @@
 //!
 //! ```text
 //! head     u64 flags (1: the last one with segments, 2: this rank failed), u64 number of returned slots,
-//!          u64 each: slots of the receiver's window that the sender is done with, u64 CRC-64 of all that
-//! segment  u64 file, u64 start, u64 end: the chunk; u64 bytes; u64 where in the sender's window they lie, or all ones
-//!          when they follow; u64 CRC-64 of all but itself, with bytes that follow; bytes
+//!          u64 each: slots of the receiver's shared memory that the sender is done with, u64 CRC-64 of all that
+//! segment  u64 file, u64 start, u64 end: the chunk; u64 bytes; u64 where in the sender's shared memory they lie, or
+//!          all ones when they follow; u64 CRC-64 of all but itself, with bytes that follow; bytes
 //! ```
 //!
 //! All numbers are little-endian. The bytes are the elements of the receiver's pieces of the chunk, in the plan's
 //! order, each piece row-major. The sender verified the blocks that they come from. The receiver verifies bytes that
-//! follow once more; bytes in a window never left the memory in which they were verified.
+//! follow once more; bytes in shared memory never left the memory in which they were verified.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(super) const LAST: u64 = 1;
 pub(super) const ABANDONED: u64 = 2;
 
 const SEGMENT_HEAD_BYTES: usize = 48;
-/// Value in place of an offset in a window: the bytes follow in the message.
+/// Value in place of an offset in shared memory: the bytes follow in the message.
 const FOLLOW: u64 = u64::MAX;
 
 /// A received message, parsed.
@@ -45,8 +45,8 @@ pub(super) struct Segment {
 
 /// Location of a segment's bytes.
 pub(super) enum Body {
-    /// Bytes in the sender's window.
-    Window { at: u64, bytes: u64 },
+    /// Bytes in the sender's shared memory.
+    Shared { at: u64, bytes: u64 },
     /// Bytes in the message, behind the segment's head.
     Message { message: Arc<Vec<u8>>, bytes: Range<usize>, crc: u64 },
 }
@@ -89,7 +89,7 @@ pub(super) fn carried<'a>(chunk: &Chunk, pieces: &[Piece], source: impl Fn(&Piec
     segment
 }
 
-/// Makes a segment whose bytes lie in the sender's window.
+/// Makes a segment whose bytes lie in the sender's shared memory.
 pub(super) fn shown(chunk: &Chunk, at: u64, bytes: u64) -> Vec<u8> {
     let mut segment = Vec::with_capacity(SEGMENT_HEAD_BYTES);
     numbers(chunk, bytes, at, &mut segment);
@@ -146,7 +146,7 @@ pub(super) fn parse(from: u32, message: Vec<u8>, files: &[u64], place: &str) -> 
             if segment_crc(&message[at - SEGMENT_HEAD_BYTES..at - 8], &[]) != crc {
                 return Err(damaged("has a segment head with another CRC-64 than it says"));
             }
-            Body::Window { at: shown_at, bytes }
+            Body::Shared { at: shown_at, bytes }
         };
         segments.push(Segment { from, file, chunk: start..end, body });
     }
@@ -198,7 +198,7 @@ mod tests {
         assert!([carried, shown].iter().all(|s| (s.from, s.file, &s.chunk) == (3, 1, &(4096..8192))));
         let Body::Message { message, bytes, crc } = &carried.body else { panic!("bytes follow") };
         assert_eq!(Body::verified(message, bytes, *crc), Ok(&b"abc"[..]));
-        assert!(matches!(shown.body, Body::Window { at: 0x10_0000, bytes: 5 }));
+        assert!(matches!(shown.body, Body::Shared { at: 0x10_0000, bytes: 5 }));
     }
 
     #[test]
@@ -208,7 +208,7 @@ mod tests {
             Err(error) => error.message.starts_with("here: the message of rank 3, which reads for this one, "),
             Ok(parsed) => parsed.segments.iter().any(|segment| match &segment.body {
                 Body::Message { message, bytes, crc } => Body::verified(message, bytes, *crc).is_err(),
-                Body::Window { .. } => false,
+                Body::Shared { .. } => false,
             }),
         };
         for bit in 0..whole.len() * 8 {

@@ -7,7 +7,7 @@ use shardfast_store::ReadNeeds;
 use shardfast_transfer::error::Result;
 use shardfast_transfer::reader::Span;
 use shardfast_transfer::staging::SLOT_BYTES;
-use shardfast_transfer::staging::window::WindowSlot;
+use shardfast_transfer::staging::shared::SharedSlot;
 
 use super::Shared;
 
@@ -22,7 +22,7 @@ pub(super) struct Task {
     pub(super) chunk: Chunk,
     pub(super) others: Vec<(Vec<u32>, Vec<Piece>)>,
     /// Slot in which the bytes for neighbours are packed.
-    pub(super) slot: Option<WindowSlot>,
+    pub(super) slot: Option<SharedSlot>,
 }
 
 impl Shared<'_> {

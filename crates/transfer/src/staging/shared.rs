@@ -1,12 +1,11 @@
 //! Memory that a rank shares with others of its machine: it packs their bytes there, and they copy them out.
 //!
-//! A window is anonymous memory with a descriptor (`memfd_create`), sealed so that it cannot be truncated under its
-//! readers, and only its owner can write it. It lasts for one load, and is cut into slots as the arena is. Messages
-//! name the slots that a rank may read; the owner does not touch such a slot until all its readers have said that they
-//! are done.
+//! It is anonymous memory with a descriptor (`memfd_create`), sealed so that it cannot be truncated under its readers,
+//! and only its owner can write it. It lasts for one load, and is cut into slots as the arena is. Messages name the
+//! slots that a rank may read; the owner does not touch such a slot until all its readers have said that they are done.
 //!
-//! Storage is not read into a window: most systems give shared memory no huge pages, and direct reads into it run at
-//! half the rate.
+//! Storage is not read into it: most systems give shared memory no huge pages, and direct reads into it run at half the
+//! rate.
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,39 +24,39 @@ const SLOTS_ENOUGH: u64 = 48;
 /// Least number of slots: one for each round under way.
 const SLOTS_MIN: u64 = 4;
 
-/// The part of the staging budget that a window takes at most, beside the arena.
+/// The part of the staging budget that shared memory takes at most, beside the arena.
 pub(crate) const BUDGET_PART: u64 = 8;
 
 /// Seals against changes of the size, and against writes by other processes.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
-/// This rank's window.
-pub struct Window {
+/// This rank's shared memory.
+pub struct SharedMemory {
     descriptor: Arc<OwnedFd>,
     mapping: Mapping,
     free: Mutex<Vec<u32>>,
 }
 
-/// Another rank's window; read only.
+/// Another rank's shared memory; read only.
 pub struct View(Mapping);
 
-impl Window {
-    /// Makes a window of a rank that stages in `budget_bytes`, of `slots_wanted` slots if they are in the budget.
+impl SharedMemory {
+    /// Makes shared memory of a rank that stages in `budget_bytes`, of `slots_wanted` slots if they are in the budget.
     /// Returns `None` if that is too little, or the system refuses.
-    pub fn new(budget_bytes: u64, slots_wanted: u64) -> Option<Arc<Window>> {
+    pub fn new(budget_bytes: u64, slots_wanted: u64) -> Option<Arc<SharedMemory>> {
         let slots = (budget_bytes / BUDGET_PART / SLOT_BYTES as u64).min(slots_wanted.max(SLOTS_ENOUGH));
         if slots < SLOTS_MIN {
             return None;
         }
         let bytes = slots as usize * SLOT_BYTES;
-        let made = || -> rustix::io::Result<Window> {
+        let made = || -> rustix::io::Result<SharedMemory> {
             let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
             let descriptor = rustix::fs::memfd_create("shardfast", flags)?;
             rustix::fs::ftruncate(&descriptor, bytes as u64)?;
             let mapping = Mapping::new(descriptor.as_fd(), bytes, ProtFlags::READ | ProtFlags::WRITE)?;
             rustix::fs::fcntl_add_seals(&descriptor, SEALS | SealFlags::SEAL)?;
             let free = Mutex::new((0..slots as u32).rev().collect());
-            Ok(Window { descriptor: Arc::new(descriptor), mapping, free })
+            Ok(SharedMemory { descriptor: Arc::new(descriptor), mapping, free })
         };
         made().ok().map(Arc::new)
     }
@@ -78,9 +77,9 @@ impl Window {
     }
 
     /// Takes a free slot, the one used last; `None` while all are in use. Contents are arbitrary.
-    pub fn take(self: &Arc<Window>) -> Option<WindowSlot> {
+    pub fn take(self: &Arc<SharedMemory>) -> Option<SharedSlot> {
         let number = self.lock().pop()?;
-        Some(WindowSlot { number, window: Arc::clone(self) })
+        Some(SharedSlot { number, memory: Arc::clone(self) })
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<u32>> {
@@ -88,14 +87,14 @@ impl Window {
     }
 }
 
-/// `SLOT_BYTES` of a window; goes back to it when dropped.
-pub struct WindowSlot {
+/// `SLOT_BYTES` of shared memory; goes back to it when dropped.
+pub struct SharedSlot {
     number: u32,
-    window: Arc<Window>,
+    memory: Arc<SharedMemory>,
 }
 
-impl WindowSlot {
-    /// Returns the number of the slot in its window.
+impl SharedSlot {
+    /// Returns the number of the slot in its shared memory.
     pub fn number(&self) -> u32 {
         self.number
     }
@@ -106,18 +105,18 @@ impl WindowSlot {
         let at = self.number as usize * SLOT_BYTES;
         // SAFETY: inside the mapping, which the slot holds. A slot is the only one of its number at a time; another
         // process reads it only after this borrow has ended, and is done before the slot is free.
-        unsafe { std::slice::from_raw_parts_mut(self.window.mapping.start.cast::<u8>().add(at).as_ptr(), SLOT_BYTES) }
+        unsafe { std::slice::from_raw_parts_mut(self.memory.mapping.start.cast::<u8>().add(at).as_ptr(), SLOT_BYTES) }
     }
 }
 
-impl Drop for WindowSlot {
+impl Drop for SharedSlot {
     fn drop(&mut self) {
-        self.window.lock().push(self.number);
+        self.memory.lock().push(self.number);
     }
 }
 
 impl View {
-    /// Maps another rank's window; returns `None` for a descriptor of something else, or with missing seals.
+    /// Maps another rank's shared memory; returns `None` for a descriptor of something else, or with missing seals.
     pub fn of(descriptor: &OwnedFd) -> Option<View> {
         let seals = rustix::fs::fcntl_get_seals(descriptor).ok()?;
         let bytes = rustix::fs::fstat(descriptor).ok()?.st_size;
@@ -168,7 +167,7 @@ impl Mapping {
 impl Drop for Mapping {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // SAFETY: nothing borrows from a value that is dropped; slots hold their window.
+        // SAFETY: nothing borrows from a value that is dropped; slots hold their shared memory.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), self.bytes) };
     }
 }
@@ -179,11 +178,11 @@ mod tests {
 
     #[test]
     fn what_is_packed_is_seen_through_the_descriptor() {
-        let window = Window::new(64 << 20, 0).unwrap();
-        assert_eq!(window.slots(), 8);
-        let view = View::of(&window.descriptor()).unwrap();
-        let mut slots: Vec<WindowSlot> = std::iter::from_fn(|| window.take()).collect();
-        assert_eq!((slots.len(), window.free_slots()), (8, 0));
+        let memory = SharedMemory::new(64 << 20, 0).unwrap();
+        assert_eq!(memory.slots(), 8);
+        let view = View::of(&memory.descriptor()).unwrap();
+        let mut slots: Vec<SharedSlot> = std::iter::from_fn(|| memory.take()).collect();
+        assert_eq!((slots.len(), memory.free_slots()), (8, 0));
         for slot in &mut slots {
             let number = slot.number() as u8;
             slot.bytes().fill(number + 1);
@@ -194,13 +193,13 @@ mod tests {
         }
         assert!(view.bytes(8 << 20, 1).is_none() && view.bytes(u64::MAX, 2).is_none());
         let last = slots.pop().unwrap().number();
-        assert_eq!(window.take().unwrap().number(), last);
+        assert_eq!(memory.take().unwrap().number(), last);
     }
 
     #[test]
     fn nobody_can_cut_a_window_short_or_write_into_it() {
-        let window = Window::new(1 << 30, 0).unwrap();
-        let descriptor = window.descriptor();
+        let memory = SharedMemory::new(1 << 30, 0).unwrap();
+        let descriptor = memory.descriptor();
         assert_eq!(rustix::fs::ftruncate(&*descriptor, 0), Err(Errno::PERM));
         assert_eq!(rustix::io::pwrite(&*descriptor, b"x", 0), Err(Errno::PERM));
         let writable = Mapping::new(descriptor.as_fd(), SLOT_BYTES, ProtFlags::READ | ProtFlags::WRITE);
@@ -214,9 +213,9 @@ mod tests {
 
     #[test]
     fn a_budget_with_no_room_for_a_window_has_none() {
-        assert!(Window::new(31 << 20, 0).is_none());
+        assert!(SharedMemory::new(31 << 20, 0).is_none());
         for (budget, wanted, slots) in [(u64::MAX, 0, 48), (u64::MAX, 576, 576), (1 << 30, 576, 128)] {
-            assert_eq!(Window::new(budget, wanted).unwrap().slots(), slots);
+            assert_eq!(SharedMemory::new(budget, wanted).unwrap().slots(), slots);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Describes a block of one parameter with its moments, and the steps that it waits for.
+//! Describes a tile of one parameter with its moments, and the steps that it waits for.
 
 use crate::dtype::{Dtype, Dtypes};
 use crate::error::Error;
@@ -6,7 +6,7 @@ use crate::scalars::Scalars;
 
 /// A run of one parameter's elements with the same run of its moments. The arrays need no alignment.
 #[derive(Debug)]
-pub struct Block<'a> {
+pub struct Tile<'a> {
     /// Index of the first element in the flattened tensor that the optimizer steps.
     pub offset: u64,
     /// Number of elements of that tensor.
@@ -20,19 +20,19 @@ pub struct Block<'a> {
     pub moments: &'a mut [&'a mut [u8]],
 }
 
-/// A gradient of a block, as the optimizer used it.
+/// A gradient of a tile, as the optimizer used it.
 #[derive(Debug, Clone, Copy)]
 pub struct Gradient<'a> {
     /// Element type of the values.
     pub dtype: Dtype,
-    /// Values for the same run of elements as the block.
+    /// Values for the same run of elements as the tile.
     pub values: &'a [u8],
     /// Factor in `f32` by which the training multiplied the values before the optimizer used them; `None` if it did
     /// not.
     pub factor: Option<f32>,
 }
 
-/// One step of the optimizer for a block.
+/// One step of the optimizer for a tile.
 #[derive(Debug, Clone, Copy)]
 pub enum Step<'a> {
     /// No change of this parameter (the gradient was not finite, or there was none).
@@ -46,7 +46,7 @@ pub enum Step<'a> {
     },
 }
 
-impl Block<'_> {
+impl Tile<'_> {
     /// Returns the number of elements, if all arrays have it and it lies within the tensor.
     pub(crate) fn elements(&self) -> Result<usize, Error> {
         let (dtype, bytes) = (self.dtypes.parameter, self.parameter.len());

@@ -1,4 +1,4 @@
-//! Blocks: runs of elements of several parameters with their moments, in slots of staging memory.
+//! Tiles: runs of elements of several parameters with their moments, in slots of staging memory.
 
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -10,15 +10,15 @@ use shardfast_transfer::staging::{SLOT_BYTES, Slot};
 
 use super::{Applied, Class, Unit, Used};
 
-/// A block: as many elements of one class as a slot holds. Each array of a block has a slot; the gradients of each step
+/// A tile: as many elements of one class as a slot holds. Each array of a tile has a slot; the gradients of each step
 /// have another one. An element has the same place in all of them.
-pub(super) struct Block {
+pub(super) struct Tile {
     pub(super) pieces: Vec<Piece>,
     /// The parameter and its moments.
     pub(super) arrays: usize,
     dtypes: Dtypes,
     pub(super) variant: Option<&'static Variant>,
-    /// Memory, locked while gradients are applied to it. Empty if the block is not held.
+    /// Memory, locked while gradients are applied to it. Empty if the tile is not held.
     slots: Mutex<Slots>,
     /// State, never locked for long: the training waits for it.
     state: Mutex<State>,
@@ -31,11 +31,11 @@ pub(super) struct Piece {
     pub(super) unit: usize,
     /// Range of elements in the unit.
     pub(super) elements: Range<u64>,
-    /// First element in the block.
+    /// First element in the tile.
     at: usize,
 }
 
-/// Memory of a block.
+/// Memory of a tile.
 #[derive(Default)]
 pub(super) struct Slots {
     /// Fences of the copies in flight. Declared before the slots, which are returned after the copies have ended.
@@ -50,7 +50,7 @@ struct State {
     waiting: Vec<Waiting>,
     /// Checksums by piece and array, once nothing changes any more.
     sums: Option<Vec<Vec<u64>>>,
-    /// `true` if the window has ended with this block not held.
+    /// `true` if the window has ended with this tile not held.
     is_gone: bool,
 }
 
@@ -63,11 +63,11 @@ pub(super) struct Waiting {
     pub(super) steps: Vec<Option<Used>>,
 }
 
-/// Cuts runs of units into blocks, each of one class.
-pub(super) fn blocks(classes: &[Class], units: &[Unit], runs: &[(usize, Range<u64>)]) -> Vec<Block> {
+/// Cuts runs of units into tiles, each of one class.
+pub(super) fn tiles(classes: &[Class], units: &[Unit], runs: &[(usize, Range<u64>)]) -> Vec<Tile> {
     let mut out = Vec::new();
     for (number, class) in classes.iter().enumerate() {
-        // Blocks of one class may have different moments: SGD makes its buffers with the first step.
+        // Tiles of one class may have different moments: SGD makes its buffers with the first step.
         let mut arrays: Vec<usize> = units.iter().map(|unit| unit.arrays.len()).collect();
         arrays.sort_unstable();
         arrays.dedup();
@@ -80,7 +80,7 @@ pub(super) fn blocks(classes: &[Class], units: &[Unit], runs: &[(usize, Range<u6
     out
 }
 
-fn cut<'a>(class: &Class, arrays: usize, runs: impl Iterator<Item = &'a (usize, Range<u64>)>) -> Vec<Block> {
+fn cut<'a>(class: &Class, arrays: usize, runs: impl Iterator<Item = &'a (usize, Range<u64>)>) -> Vec<Tile> {
     let elements_max = SLOT_BYTES / class.dtypes.parameter.bytes().max(class.dtypes.moments.bytes());
     let mut out: Vec<Vec<Piece>> = Vec::new();
     let mut used = elements_max;
@@ -98,7 +98,7 @@ fn cut<'a>(class: &Class, arrays: usize, runs: impl Iterator<Item = &'a (usize, 
             used += count as usize;
         }
     }
-    let block = |pieces| Block {
+    let tile = |pieces| Tile {
         pieces,
         arrays,
         dtypes: class.dtypes,
@@ -107,7 +107,7 @@ fn cut<'a>(class: &Class, arrays: usize, runs: impl Iterator<Item = &'a (usize, 
         state: Mutex::default(),
         settled: Condvar::new(),
     };
-    out.into_iter().map(block).collect()
+    out.into_iter().map(tile).collect()
 }
 
 impl Piece {
@@ -116,14 +116,14 @@ impl Piece {
         self.elements.start * width as u64..self.elements.end * width as u64
     }
 
-    /// Returns its bytes in the block's slot.
-    pub(super) fn of_block(&self, width: usize) -> Range<usize> {
+    /// Returns its bytes in the tile's slot.
+    pub(super) fn of_tile(&self, width: usize) -> Range<usize> {
         let count = (self.elements.end - self.elements.start) as usize;
         self.at * width..(self.at + count) * width
     }
 }
 
-impl Block {
+impl Tile {
     /// Bytes of an element of that array.
     pub(super) fn width(&self, array: usize) -> usize {
         if array == 0 { self.dtypes.parameter.bytes() } else { self.dtypes.moments.bytes() }
@@ -187,8 +187,8 @@ impl Block {
         let step = Step::Taken { gradient, scalars: used.scalars_for(variant) };
         let mut moments: Vec<&mut [u8]> = (1..self.arrays).map(|_| &mut [][..]).collect();
         let (parameter, moments) = (&mut [][..], &mut moments[..]);
-        let mut block = shardfast_optim::Block { offset: 0, numel: 0, dtypes: self.dtypes, parameter, moments };
-        replay(Instructions::best(), variant, &mut block, &[step]).map_err(|error| Error::invalid(error.to_string()))
+        let mut tile = shardfast_optim::Tile { offset: 0, numel: 0, dtypes: self.dtypes, parameter, moments };
+        replay(Instructions::best(), variant, &mut tile, &[step]).map_err(|error| Error::invalid(error.to_string()))
     }
 
     /// Adds gradients; whether none waited before.
@@ -230,34 +230,34 @@ impl Block {
                 .map(|of_step| match of_step.steps[number] {
                     None => Step::Skipped,
                     Some(used) => {
-                        let values = &of_step.slot[piece.of_block(used.dtype.bytes())];
+                        let values = &of_step.slot[piece.of_tile(used.dtype.bytes())];
                         let gradient = Gradient { dtype: used.dtype, values, factor: used.factor };
                         Step::Taken { gradient, scalars: used.scalars_for(variant) }
                     }
                 })
                 .collect();
             let mut arrays = slots.iter_mut().enumerate();
-            let mut own = arrays.by_ref().map(|(array, slot)| &mut slot[piece.of_block(self.width(array))]);
+            let mut own = arrays.by_ref().map(|(array, slot)| &mut slot[piece.of_tile(self.width(array))]);
             let Some(parameter) = own.next() else { continue };
             let mut moments: Vec<&mut [u8]> = own.collect();
-            let mut block = shardfast_optim::Block {
+            let mut tile = shardfast_optim::Tile {
                 offset: piece.elements.start,
                 numel: units[piece.unit].numel,
                 dtypes: self.dtypes,
                 parameter,
                 moments: &mut moments,
             };
-            replay(Instructions::best(), variant, &mut block, &steps)
+            replay(Instructions::best(), variant, &mut tile, &steps)
                 .map_err(|error| Error::invalid(error.to_string()))?;
         }
         Ok(())
     }
 
     /// Returns the arrays of each piece after that variant has applied all gradients, which stay waiting; `None` if the
-    /// block is not held.
+    /// tile is not held.
     ///
     /// # Errors
-    /// As [`Block::replay`].
+    /// As [`Tile::replay`].
     pub(super) fn tried(&self, variant: &Variant, units: &[Unit]) -> Result<Option<Vec<Vec<Vec<u8>>>>> {
         let (mut slots, mut state) = (self.arrived()?, self.lock());
         let slots = &mut slots.arrays;
@@ -268,7 +268,7 @@ impl Block {
         let applied = self.apply(variant, units, slots, &mut state.waiting);
         let after = |slots: &[Slot]| {
             let of = |piece: &Piece| {
-                let array = |(array, slot): (usize, &Slot)| slot[piece.of_block(self.width(array))].to_vec();
+                let array = |(array, slot): (usize, &Slot)| slot[piece.of_tile(self.width(array))].to_vec();
                 slots.iter().enumerate().map(array).collect()
             };
             self.pieces.iter().map(of).collect()
@@ -289,7 +289,7 @@ impl Block {
             let (Some(Used { dtype, .. }), Some(one)) = (step, live.iter().find(|one| one.unit == piece.unit)) else {
                 continue;
             };
-            let copied = &last.slot[piece.of_block(dtype.bytes())];
+            let copied = &last.slot[piece.of_tile(dtype.bytes())];
             let (mut now, mut fences) = (vec![0; copied.len()], Fences::default());
             one.gradient.fill(piece.of_unit(dtype.bytes()).start, &mut now, &mut fences)?;
             fences.wait()?;
@@ -305,14 +305,14 @@ impl Block {
         self.lock().waiting.len()
     }
 
-    /// Sums the block's bytes, which do not change any more.
+    /// Sums the tile's bytes, which do not change any more.
     ///
     /// # Errors
     /// `Unavailable` if the device was lost.
     pub(super) fn settle(&self, sum: fn(&[u8]) -> u64) -> Result<()> {
         let slots = self.arrived()?;
         let of = |piece: &Piece| {
-            let sum = |(array, slot): (usize, &Slot)| sum(&slot[piece.of_block(self.width(array))]);
+            let sum = |(array, slot): (usize, &Slot)| sum(&slot[piece.of_tile(self.width(array))]);
             slots.arrays.iter().enumerate().map(sum).collect()
         };
         let sums = self.pieces.iter().map(of).collect();
@@ -342,13 +342,13 @@ impl Block {
     /// Reads the bytes of a piece's array from `at` on, once they are those of the saved step.
     ///
     /// # Errors
-    /// As [`Block::when_settled`].
+    /// As [`Tile::when_settled`].
     pub(super) fn read(&self, piece: usize, array: usize, at: u64, out: &mut [u8]) -> Result<()> {
         drop(self.when_settled()?);
         let slots = self.lock_slots();
-        let from = self.pieces[piece].of_block(self.width(array)).start + at as usize;
+        let from = self.pieces[piece].of_tile(self.width(array)).start + at as usize;
         let bytes = slots.arrays.get(array).and_then(|slot| slot.get(from..from + out.len()));
-        let bytes = bytes.ok_or_else(|| Error::internal("a block that was captured ahead has no such bytes"))?;
+        let bytes = bytes.ok_or_else(|| Error::internal("a tile that was captured ahead has no such bytes"))?;
         out.copy_from_slice(bytes);
         Ok(())
     }
@@ -356,10 +356,10 @@ impl Block {
     /// Returns the checksum of a piece's array at the saved step.
     ///
     /// # Errors
-    /// As [`Block::when_settled`].
+    /// As [`Tile::when_settled`].
     pub(super) fn sum(&self, piece: usize, array: usize) -> Result<u64> {
         let state = self.when_settled()?;
         let sum = state.sums.as_ref().and_then(|sums| sums.get(piece)?.get(array).copied());
-        sum.ok_or_else(|| Error::internal("a block that was captured ahead has no such sum"))
+        sum.ok_or_else(|| Error::internal("a tile that was captured ahead has no such sum"))
     }
 }

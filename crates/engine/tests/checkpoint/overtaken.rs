@@ -1,0 +1,71 @@
+//! Tests jobs that another job overtakes in the middle of a publish.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use shardfast_engine::runs::{list, step_url};
+use shardfast_engine::{Engine, Kind, Result, rewind, save_to};
+use shardfast_store::disk::RealDisk;
+
+use crate::crash::{Hooked, store};
+use crate::job::{LONG, Truth, destination};
+use crate::layout::{Dice, Layout};
+use crate::reshard::scratch;
+
+/// Saves step 7 into a run, while another job begins there at that step once `COMMIT` is about to be published; `then`
+/// is done with the run behind it.
+fn save_while_another_begins_at(step: u64, run: &str, then: fn(&str)) -> Result<()> {
+    let engine = Engine::solo();
+    rewind::begin(&engine, (run, None), 7, false, LONG)?;
+    let place = step_url(run, 7);
+    let (run, has_begun) = (run.to_owned(), AtomicBool::new(false));
+    let hook = move |call: &'static str, path: &Path| {
+        let publishes = call == "rename_noreplace" && path.ends_with("COMMIT");
+        if publishes && !has_begun.swap(true, Ordering::Relaxed) {
+            rewind::begin(&Engine::solo(), (&run, None), step, false, LONG).unwrap();
+            then(&run);
+        }
+        None
+    };
+    let store = store(Hooked::new(&RealDisk, hook), &place);
+    let state = Truth::small(1, 50).state(&Layout::rows(1), 0, &mut Dice(1));
+    save_to(&Arc::clone(&engine), store, destination(&place), state, LONG).committed(None)
+}
+
+fn steps(run: &str) -> Vec<u64> {
+    list(run).unwrap().iter().filter(|step| step.is_committed()).map(|step| step.step).collect()
+}
+
+#[test]
+fn a_commit_that_the_newer_job_has_not_restored_is_taken_back() {
+    for step in [3, 7] {
+        let dir = scratch();
+        let run = dir.path().to_str().unwrap();
+        let refused = save_while_another_begins_at(step, run, |_| ()).unwrap_err();
+        assert!(refused.kind == Kind::Conflict && refused.message.contains("only the newest job"), "{refused}");
+        assert_eq!(steps(run), [0_u64; 0], "a restart would go on from it");
+    }
+}
+
+#[test]
+fn a_commit_that_the_newer_job_may_have_restored_stays() {
+    let dir = scratch();
+    let run = dir.path().to_str().unwrap();
+    save_while_another_begins_at(8, run, |_| ()).unwrap();
+    assert_eq!(steps(run), [7]);
+}
+
+#[test]
+fn a_commit_stays_if_the_storage_cannot_say_whether_a_newer_job_began() {
+    let dir = scratch();
+    let run = dir.path().to_str().unwrap();
+    let hide_jobs = |run: &str| {
+        let jobs = Path::new(run).join(".jobs");
+        fs::rename(&jobs, Path::new(run).join("away")).unwrap();
+        fs::write(&jobs, "no directory").unwrap();
+    };
+    save_while_another_begins_at(3, run, hide_jobs).unwrap();
+    assert_eq!(steps(run), [7]);
+}

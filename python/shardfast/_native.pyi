@@ -46,6 +46,7 @@ __all__ = [
     "cli_main",
     "decode",
     "dismiss_keeper",
+    "export_refused",
     "flush",
     "interpreter_ends",
     "keeper_process",
@@ -281,7 +282,10 @@ class Pending:
         """Shardfast's own notes (``shardfast.…``) of the checkpoint, after the commit; the same on every rank."""
 
     def stalled(self, seconds: float) -> None:
-        """Notes that the program has waited for the save for that long."""
+        """Notes that the program has waited for that long in the save's call."""
+
+    def waited(self, seconds: float) -> None:
+        """Notes that the program has waited for the save for that long before it could change the state."""
 
     def moved(self) -> tuple[int, int, int]:
         """The bytes of this rank's part of the save so far: in all, copied, and taken by the storage."""
@@ -641,6 +645,9 @@ def outlive(signals: Sequence[int], parent: int, exit_code: int | None = None) -
 
 def flush(timeout_s: float) -> None:
     """Waits until what this process has to say of its saves and loads is stored and sent, for at most that long."""
+
+def export_refused() -> str | None:
+    """Why the endpoint of OTLP refuses what this process exports, the first time that it is asked after a refusal."""
 
 def note_end(url: str, timeout_s: float) -> None:
     """Notes beside the records of a run that its job has ended; waits for at most that long. Never raises for it."""

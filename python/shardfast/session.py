@@ -148,7 +148,6 @@ def current(timeout_s: float = TIMEOUT_S, process_group: Any = None) -> Session:
         raise
     if found is None:
         session = alone()
-        _warn_without_srun()
         _serve(session)
         return session
     job, meet = found
@@ -224,6 +223,7 @@ def _job(process_group: Any) -> tuple[Any, _Meet] | None:
         if is_in_step():
             return _environment(), _met_by_environment
         _expect_no_mpi()
+        _expect_srun()
     return None
 
 
@@ -276,15 +276,12 @@ def _expect_no_mpi() -> None:
         )
 
 
-@functools.cache
-def _warn_without_srun() -> None:
-    """Logs once that a process is a job of its own, though Slurm has several tasks for the job of its batch script."""
-    tasks = tasks_without_step()
-    if tasks > 1 and "WORLD_SIZE" not in os.environ:
-        _log.warning(
-            "this process is alone, and its job has SLURM_NTASKS=%d: if they are the ranks of one training, let the "
-            "batch script start it with srun",
-            tasks,
+def _expect_srun() -> None:
+    """Refuses a process that a batch script runs without ``srun``: Slurm has several tasks for it, and one runs."""
+    if (tasks := tasks_without_step()) > 1:
+        raise Invalid(
+            f"SLURM_NTASKS={tasks}: the job has {tasks} tasks, and its batch script has started this process alone: let "
+            "it start the ranks of a training with srun. If this process is a job of its own, set WORLD_SIZE=1"
         )
 
 

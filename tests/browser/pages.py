@@ -199,10 +199,13 @@ def after(crc: int, byte: int) -> int:
 def reported(run: Path, *, step: int | None = None) -> None:
     """Puts the page of a run, its report as JSON and its trace beside it."""
     began = time.monotonic()
-    subprocess.run([COMMAND, "report", run, "--out", run.with_suffix(".html")], check=True, stdout=subprocess.DEVNULL)
+    failures = ["--mtbf", "1h"]
+    page = ["--out", run.with_suffix(".html"), *failures]
+    subprocess.run([COMMAND, "report", run, *page], check=True, stdout=subprocess.DEVNULL)
     print(f"{run.name}: its page was made in {time.monotonic() - began:.1f} s")
     only = [] if step is None else ["--step", f"{step}"]
-    text = subprocess.run([COMMAND, "report", run, "--json", *only], check=True, stdout=subprocess.PIPE).stdout
+    as_json = ["--json", *(only or failures)]
+    text = subprocess.run([COMMAND, "report", run, *as_json], check=True, stdout=subprocess.PIPE).stdout
     run.with_suffix(".json").write_bytes(text)
     trace = run.with_suffix(".trace.json")
     subprocess.run([COMMAND, "report", run, "--trace", trace, *only], check=True, stdout=subprocess.DEVNULL)

@@ -77,18 +77,48 @@ def test_the_page_begins_with_the_rank_that_was_slow(shown, runs):
     assert f"rank {STOPPED}" in first and "save of step 2" in first
     assert page.locator("[data-timeline]").get_attribute("data-timeline") == f"{STOPPED}"
     assert page.locator("h1").inner_text() == f"Run {runs['real'].report['url']}"
-    values = {
-        name: page.locator(f'[data-chart="{name}"] rect').evaluate_all("(all) => all.map((one) => one.dataset.value)")
-        for name in ("stall", "durable", "rate")
-    }
-    saves = runs["real"].report["saves"]
-    assert [float(value) for value in values["durable"]] == pytest.approx(
-        [save["ended_ms"] for save in saves], abs=0.01
-    )
-    assert [float(value) for value in values["stall"]] == pytest.approx([save["staged_ms"] for save in saves], abs=0.01)
-    assert len(values["rate"]) == 3
     page.locator('[data-chart="durable"] rect').last.click()
     page.get_by_role("heading", name="Save of step 3:").wait_for()
+
+
+def test_charts_say_what_the_report_says_of_each_save(shown, runs):
+    page, saves = shown("real"), runs["real"].report["saves"]
+    expected = {
+        "stall": [save["ended_ms"] if save["stalled_ms"] is None else save["stalled_ms"] for save in saves],
+        "wait": [save["waited_ms"] for save in saves if save["waited_ms"] is not None],
+        "durable": [save["ended_ms"] for save in saves],
+        "rate": [save["bytes"] / save["ended_ms"] * 1000 for save in saves],
+        "requests": [sum(of["count"] for of in save["operations"].values()) for save in saves],
+        "waste": [save["wasted"]["waste"] for save in saves if "wasted" in save],
+    }
+    for name, values in expected.items():
+        drawn = page.locator(f'[data-chart="{name}"] rect').evaluate_all("(all) => all.map((o) => o.dataset.value)")
+        assert [float(value) for value in drawn] == pytest.approx(values, abs=0.01, rel=1e-4), name
+    assert len(expected["stall"]) == 3 and len(expected["waste"]) == 2
+    best = page.locator('[data-chart="waste"] [data-best]').evaluate_all("(all) => all.map((o) => o.dataset.best)")
+    wanted = [save["wasted"]["best_waste"] for save in saves if "wasted" in save]
+    assert [float(value) for value in best] == pytest.approx(wanted, abs=1e-5)
+    assert shown("large").locator('[data-chart="waste"] rect').count() == SAVES - 1
+
+
+def test_the_map_shows_of_each_rank_the_worst_of_all_saves(shown, runs):
+    page, saves = shown("real"), runs["real"].report["saves"]
+    for phase in ("write", "plan"):
+        page.locator("#phase").select_option(phase)
+        page.locator("#of").select_option("worst")
+        for rank in range(WORLD):
+            longest = max(saves, key=lambda save: save["phases"][phase][rank])
+            said = page.locator(f'[data-rank="{rank}"]').get_attribute("aria-label")
+            assert said.startswith(f"rank {rank}, {phase}: ") and said.endswith(f", in step {longest['step']}"), said
+            page.locator(f'[data-rank="{rank}"]').click()
+            found = dict(page.evaluate(PHASES, rank))
+            assert found[phase] == pytest.approx(longest["phases"][phase][rank], abs=0.002)
+    page.locator("#of").select_option("one")
+    assert ", in step" not in page.locator('[data-rank="1"]').get_attribute("aria-label")
+    large = shown("large")
+    large.locator("#of").select_option("worst")
+    said = large.locator(f'[data-rank="{SLOW_RANK}"]').get_attribute("aria-label")
+    assert said.endswith(f", in step {1000 + SLOW_SAVE}"), said
 
 
 def test_all_of_it_is_reached_by_keyboard(shown):

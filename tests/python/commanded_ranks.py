@@ -16,6 +16,18 @@ from ports import free_ports
 DEADLINE_S = 120.0
 
 
+class Slow(dict):
+    """Part of a state at which a rank stops when it reads it, if it is told to, until another process has it go on."""
+
+    stops = False
+
+    def items(self):
+        if self.stops:
+            self.stops = False
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().items()
+
+
 def state_of(rank: int, said: dict, value: float) -> dict:
     """Arrays of a rank's own, arrays that all ranks hold, values of a rank's own, and keys of a loader."""
     kib = said.get("more_kib", {}).get(str(rank), said["kib"])
@@ -23,6 +35,8 @@ def state_of(rank: int, said: dict, value: float) -> dict:
     state: dict = {"model": own, "extra": {"rank": sf.PerRank(value + rank), "noise": sf.PerRank(bytes(2000))}}
     if said.get("shared"):
         state["shared"] = {"w": np.full(50_000, value)}
+    if said.get("slow"):
+        state["slow"] = Slow(w=np.full(10, value))
     for key in range(said.get("keys", 0)):
         state[f"loader{key:04}"] = {"position": sf.PerRank(f"{rank} {key}")}
     return state
@@ -38,6 +52,8 @@ def obeys() -> None:
             states.clear()
             states[key] = state_of(rank, said["state"], 1.5 if said["do"] == "save" else 0.0)
         state = states[key]
+        if "slow" in state:
+            state["slow"].stops = said.get("stops") == rank
         if said["do"] == "prepare":
             pass
         elif said["do"] == "load":

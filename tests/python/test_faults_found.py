@@ -49,8 +49,12 @@ class Place:
 
     def stop(self, rank: int, seconds: float = STOPPED_S) -> None:
         """Stops a rank for a while. It has stopped when this returns."""
+        self.job.ranks[rank].send_signal(signal.SIGSTOP)
+        self.go_on(rank, seconds)
+
+    def go_on(self, rank: int, seconds: float = STOPPED_S) -> None:
+        """Lets a rank go on a while after it has stopped, which it has when this returns."""
         process = self.job.ranks[rank]
-        process.send_signal(signal.SIGSTOP)
         until = time.monotonic() + RECORD_S
         while state_of(process.pid) != "T" and time.monotonic() < until:
             time.sleep(0.001)
@@ -65,19 +69,23 @@ class Run:
         self.url = f"s3://bucket/{name}"
         self.step = 0
 
-    def save(self, fault: Callable[[Request], Answer | None] | None = None) -> None:
+    def save(self, fault: Callable[[Request], Answer | None] | None = None, stops: int | None = None) -> None:
+        """Saves a step; ``stops`` is a rank that stops while it reads its state."""
         self.place.double.forget(f"{self.name}/step-{self.step:08}/")  # for the memory of this process
         self.step += 1
-        self._do("save", fault)
+        self._do("save", fault, stops)
 
-    def load(self, fault: Callable[[Request], Answer | None] | None = None) -> None:
+    def load(self, fault: Callable[[Request], Answer | None] | None = None, stops: int | None = None) -> None:
         """Loads the newest step, after a load of it without a fault."""
-        self._do("load", fault)
+        self._do("load", fault, stops)
 
-    def _do(self, verb: str, fault: Callable[[Request], Answer | None] | None) -> None:
+    def _do(self, verb: str, fault: Callable[[Request], Answer | None] | None, stops: int | None) -> None:
         before = self._records(verb)
         self.place.double.fault = fault
-        self.place.job.tell(do=verb, url=f"{self.url}/step-{self.step:08}", step=self.step, **self.how)
+        if stops is not None:
+            threading.Thread(target=self.place.go_on, args=[stops]).start()
+        url = f"{self.url}/step-{self.step:08}"
+        self.place.job.tell(do=verb, url=url, step=self.step, stops=stops, **self.how)
         until = time.monotonic() + RECORD_S
         while self._records(verb) == before and time.monotonic() < until:
             time.sleep(0.005)  # a background thread stores the record
@@ -225,6 +233,18 @@ def test_a_rank_that_is_stopped_in_a_phase_of_a_load(place, phase):
         run.load(fault_of_load(place, phase, rank, other))
         expected.append((f"rank {rank}", phase, "held_up"))
     expect(expected, run.found("load"))
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_rank_that_is_stopped_while_it_reads_its_state(place, verb):
+    dice, expected = random.Random(f"describe {verb}"), []
+    run = place.begin(STATE | {"slow": True})
+    for _ in range(SEEDS):
+        rank = dice.randrange(WORLD)
+        run.save(stops=rank) if verb == "save" else run.load(stops=rank)
+        # Before a save has begun, a process that does not run looks like a state that takes long to read.
+        expected.append((f"rank {rank}", "describe", "state" if verb == "save" else "held_up"))
+    expect(expected, run.found(verb))
 
 
 @pytest.mark.parametrize("verb", ["save", "load"])

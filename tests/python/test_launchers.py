@@ -105,10 +105,14 @@ def test_processes_of_mpirun_meet_if_they_are_told_where(tmp_path, rank_is, worl
         assert (code, said) == (0, f"{rank} False\n"), errors
 
 
-def test_a_process_of_a_batch_script_is_alone(tmp_path):
+def test_a_process_of_a_batch_script_with_several_tasks_says_that_it_is_alone(tmp_path):
     told = {"SLURM_STEP_NUM_TASKS": None, "SLURM_STEP_ID": None, "SLURM_NTASKS": "2"}
-    code, said, errors = ended(task(tmp_path / "run", 0, **told))
-    assert (code, said) == (0, "0 False\n"), errors
+    code, _, errors = ended(task(tmp_path / "run", 0, **told))
+    assert code != 0 and "SLURM_NTASKS=2: the job has 2 tasks" in errors and "set WORLD_SIZE=1" in errors, errors
+    assert not (tmp_path / "run").exists()
+    for number, alone in enumerate(({**told, "WORLD_SIZE": "1"}, {**told, "SLURM_NTASKS": "1"})):
+        code, said, errors = ended(task(tmp_path / f"{number}", 0, **alone))
+        assert (code, said) == (0, "0 False\n"), errors
 
 
 def test_a_job_of_torchrun_in_each_task_is_alone(tmp_path):

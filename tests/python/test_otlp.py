@@ -24,7 +24,7 @@ class Receiver:
         headers: Those of the last request.
     """
 
-    def __init__(self, status=200):
+    def __init__(self, status=200, kind=None):
         self.traces, self.metrics, self.headers = [], [], {}
         receiver = self
 
@@ -38,6 +38,8 @@ class Receiver:
                     assert self.path == "/v1/metrics"
                     receiver.metrics.append(ExportMetricsServiceRequest.FromString(body))
                 self.send_response(status)
+                if kind:
+                    self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -184,6 +186,22 @@ def test_a_receiver_that_is_stalled_or_full_holds_nothing_up(tmp_path):
         _, _, log = run_alone(tmp_path / "b", OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url)
         assert log == "" and receiver.traces
     assert len(list((tmp_path / "a").glob("step-*/COMMIT"))) == len(list((tmp_path / "b").glob("step-*/COMMIT"))) == 30
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [
+        (200, "text/html; charset=utf-8", "it answered with a page of HTML, which no collector does"),
+        (404, None, "it answered 404 Not Found"),
+        (401, "text/html", "it answered 401 Unauthorized"),
+    ],
+)
+def test_a_server_that_is_no_collector_is_named_once(status, kind, said, tmp_path):
+    with Receiver(status, kind) as receiver:
+        _, _, log = run_alone(tmp_path / "run", OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url)
+    reason = f"what is exported over OTLP does not arrive: {receiver.url}/v1/traces: {said}; no save waits for it or fails"
+    assert log.splitlines() == [reason]
+    assert len(list((tmp_path / "run").glob("step-*/COMMIT"))) == 30
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def test_the_time_that_the_training_waited_is_told(tmp_path):
         time.sleep(0.01)
     report = reported(str(tmp_path / "run"))
     asynchronous, waited_for = report["saves"]
-    assert 0 < asynchronous["stalled_ms"] <= waited_ms
-    assert waited_for["stalled_ms"] is None and report["loads"][0]["stalled_ms"] is None
+    assert 0 < asynchronous["waited_ms"] < asynchronous["stalled_ms"] <= waited_ms
+    assert waited_for["waited_ms"] is None and waited_for["stalled_ms"] is None and report["loads"][0]["stalled_ms"] is None
 
 
 def test_a_rank_that_comes_late_is_named(ranks, tmp_path):
@@ -281,6 +281,32 @@ def test_the_report_of_a_failed_save_says_only_what_was_written(tmp_path):
     assert (report["bytes_written"], report["files_written"]) == (0, 0)
     assert not {"written", "durable", "committed"} & set(report["phases_ms"])
     assert report["failures"]
+
+
+class Endless:
+    """A part of the state whose failure says more than anybody reads."""
+
+    def state_dict(self):
+        raise ValueError("<script>" + "x" * 10_000_000)
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_failure_of_ten_megabytes_is_told_in_a_few_words(tmp_path):
+    run = tmp_path / "run"
+    sf.save(run / "step-00000001", state_of(1))
+    with pytest.raises(ValueError, match="xxx"):
+        sf.save(run / "step-00000002", {**state_of(1), "endless": Endless()})
+    until = time.monotonic() + 60
+    while len(list((run / ".telemetry").iterdir())) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    records = sorted((run / ".telemetry").iterdir())
+    assert len(records) == 2 and max(path.stat().st_size for path in records) < 16 << 10
+    text = command(run, "--out", tmp_path / "page.html").stdout
+    assert "ValueError: <script>x" in text and len(text) < 4000, text
+    page = (tmp_path / "page.html").read_text()
+    assert "\\u003cscript>x" in page and "<script>x" not in page and len(page) < 200_000
 
 
 def differing(rank, world, url):

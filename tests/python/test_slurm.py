@@ -344,14 +344,15 @@ def test_a_job_waits_for_the_other_of_its_name(expected, place):
 
 
 @scene
-def a_program_without_srun_is_alone_and_says_so(slurm: Slurm, place: Path) -> None:
-    expect_completed(slurm, place, slurm.submit(place, training("run"), *TWO))
+def a_program_without_srun_is_refused_unless_it_is_alone(slurm: Slurm, place: Path) -> None:
+    refused, alone = training("refused"), training("run")
+    expect_completed(slurm, place, slurm.submit(place, f"{refused} || WORLD_SIZE=1 {alone}", *TWO))
 
 
-def test_a_program_without_srun_is_alone_and_says_so(expected, place):
+def test_a_program_without_srun_is_refused_unless_it_is_alone(expected, place):
     assert lines(place / "losses-0") == [f"{step} {loss}" for step, loss in expected[0].items()]
-    assert not lines(place / "losses-1")
-    assert said(place).count("this process is alone, and its job has SLURM_NTASKS=2: if they are the ranks") == 1
+    assert not lines(place / "losses-1") and not list(place.glob("refused/step-*"))
+    assert "SLURM_NTASKS=2: the job has 2 tasks, and its batch script has started this process alone" in said(place)
 
 
 CONTRADICTIONS = {

@@ -68,6 +68,7 @@ def test_one_look_says_what_fires_by_its_exit_code(tmp_path):
         (["--stall", "-5s"], "--stall"),
         (["--slow", "-1"], "-1"),
         (["--every", "0"], "--every"),
+        (["--rate", "0.5", "--rate", "0.8"], "cannot be used multiple times"),
         (["--every", "5s"], "--once"),
     ],
 )

@@ -68,7 +68,7 @@ def runs(*command):
 
 @contextlib.contextmanager
 def receivers(tmp_path, ranks_port):
-    """Both receivers; gives Prometheus's process, its port and that of the Alertmanager."""
+    """Both receivers; gives Prometheus's process and its port, and those of the Alertmanager."""
     port, manager, rules = free_ports(1), free_ports(1), tmp_path / "alerts.yml"
     # The rules as they are shipped, for a job whose minutes are seconds.
     rules.write_text(RULES.read_text().replace("[15m]", "[15s]").replace("offset 15m", "offset 15s"))
@@ -83,7 +83,7 @@ def receivers(tmp_path, ranks_port):
             f"--storage.path={tmp_path}/manager",
             f"--web.listen-address=127.0.0.1:{manager}",
             "--cluster.listen-address=",
-        ),
+        ) as alertmanager,
         runs(
             str(BIN / "prometheus"),
             f"--config.file={tmp_path}/prometheus.yml",
@@ -91,33 +91,38 @@ def receivers(tmp_path, ranks_port):
             f"--web.listen-address=127.0.0.1:{port}",
         ) as prometheus,
     ):
-        yield prometheus, port, manager
+        yield prometheus, port, alertmanager, manager
 
 
-def trains(rank, world, run, port, enough):
-    """Saves again and again until there is a file `enough`; the third save fails. Returns the number of saves."""
+def trains(rank, world, run, port, enough, again):
+    """Saves again and again until there is a file `enough`; the third save fails, and one more once there is a file
+    `again`. Returns the number of saves."""
     os.environ["SHARDFAST_METRICS"] = f"127.0.0.1:{port}"
     torch.manual_seed(7)
-    model, step = torch.nn.Linear(500, 400), 0
+    model, step, fails = torch.nn.Linear(500, 400), 0, {3}
     while True:
         step += 1
-        if step == 3:
+        if step in fails:
             with pytest.raises(sf.Conflict):
                 sf.save(f"{run}/step-00000001", {"model": model})
         sf.save(f"{run}/step-{step:08}", {"model": model})
         time.sleep(0.05)
-        ends = torch.tensor(int(Path(enough).exists()))
-        torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MIN)
-        if ends:
+        seen = torch.tensor([int(Path(path).exists()) for path in (enough, again)])
+        torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MIN)
+        if seen[0]:
             return step
+        if seen[1] and len(fails) == 1:
+            fails.add(step + 1)
 
 
 def test_rules_fire_and_resolve_and_hold_nothing_up(ranks, tmp_path):
-    ranks_port, enough, steps = free_ports(2), tmp_path / "enough", []
+    ranks_port, enough, again, steps = free_ports(2), tmp_path / "enough", tmp_path / "again", []
     training = threading.Thread(
-        target=lambda: steps.extend(ranks(2, deadline_s=300)(trains, str(tmp_path / "run"), ranks_port, str(enough)))
+        target=lambda: steps.extend(
+            ranks(2, deadline_s=300)(trains, str(tmp_path / "run"), ranks_port, str(enough), str(again))
+        )
     )
-    with receivers(tmp_path, ranks_port) as (prometheus, port, manager):
+    with receivers(tmp_path, ranks_port) as (prometheus, port, alertmanager, manager):
         training.start()
         try:
 
@@ -129,11 +134,17 @@ def test_rules_fire_and_resolve_and_hold_nothing_up(ranks, tmp_path):
             until(lambda: len(asked(manager, "/api/v2/alerts?active=true")) == 2)
             until(lambda: not alerts("firing"))  # the failure is older than the rule looks back
             until(lambda: not asked(manager, "/api/v2/alerts?active=true"))
-            # A Prometheus that is stopped in the middle of what it reads: the training goes on.
-            prometheus.send_signal(signal.SIGSTOP)
-            before = len(list((tmp_path / "run").glob("step-*/COMMIT")))
-            until(lambda: len(list((tmp_path / "run").glob("step-*/COMMIT"))) > before + 5)
+            # Receivers that are stopped in the middle of what they read: the training goes on.
+            for process in (alertmanager, prometheus):
+                process.send_signal(signal.SIGSTOP)
+                before = len(list((tmp_path / "run").glob("step-*/COMMIT")))
+                until(lambda before=before: len(list((tmp_path / "run").glob("step-*/COMMIT"))) > before + 5)
             prometheus.send_signal(signal.SIGCONT)
+            alertmanager.send_signal(signal.SIGCONT)
+            # They hear of a failure that comes now.
+            again.touch()
+            until(lambda: alerts("firing") == {"0", "1"})
+            until(lambda: len(asked(manager, "/api/v2/alerts?active=true")) == 2)
         finally:
             enough.touch()
             training.join()

@@ -151,6 +151,10 @@ pub(crate) enum Command {
         /// Show the storage's metrics at that time, too: a Prometheus server, and which of its series are the storage's
         #[arg(long, value_name = "http://HOST:PORT/?match={job=\"NAME\"}", conflicts_with_all = ["csv", "trace"])]
         storage: Option<String>,
+        /// Mean time between failures of the job, such as 6h: show the time that its saves waste, beside the best
+        #[arg(long, value_name = "TIME", value_parser = time, allow_hyphen_values = true,
+              conflicts_with_all = ["csv", "trace", "step"])]
+        mtbf: Option<f64>,
         /// Write a trace of all ranks that Perfetto (ui.perfetto.dev) opens, to a new file
         #[arg(long, value_name = "FILE.json", conflicts_with_all = ["csv", "out"])]
         trace: Option<PathBuf>,

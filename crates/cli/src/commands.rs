@@ -19,7 +19,7 @@ use crate::args::{Command, Watching};
 use crate::doctor::{Host, Report};
 use crate::outcome::{Outcome, outcome};
 use crate::text::{bar, count, plain, size};
-use crate::{FINE, FOUND, describe, exit_code, interval, keeper, report, top, watch};
+use crate::{FINE, FOUND, describe, exit_code, interval, keeper, report, top, wasted, watch};
 
 /// Width of a progress bar: beside its figures it fits into 80 columns.
 const BAR_CELLS: usize = 30;
@@ -83,8 +83,12 @@ pub(crate) fn run(
             Ok(outcome(describe::synced(&synced), &synced, exit_code))
         }
         Command::Report { url, step, csv: true, .. } => csv_command(&url, step, timeout),
-        Command::Report { url, step, out, trace, storage, .. } => {
-            report_command(&url, step, storage.as_deref(), out, trace, timeout)
+        Command::Report { url, step, out, trace: None, storage, mtbf, .. } => {
+            report_command(&url, step, storage.as_deref(), out, mtbf, timeout)
+        }
+        Command::Report { url, step, trace: Some(out), .. } => {
+            let (report, bytes): (RunReport, u64) = shardfast_telemetry::trace(&url, step, &out, timeout)?;
+            Ok(outcome(report::text(&report) + &wrote(&out, bytes), &report, FINE))
         }
         Command::Top { target, every, once, storage } => top::run(&target, every, once, storage.as_deref(), timeout),
         Command::Watch(asked) => watch_command(&asked, is_json, timeout),
@@ -145,16 +149,13 @@ fn report_command(
     step: Option<u64>,
     storage: Option<&str>,
     out: Option<PathBuf>,
-    trace: Option<PathBuf>,
+    mtbf_s: Option<f64>,
     timeout: &Timeout,
 ) -> Result<Outcome> {
-    if let Some(out) = trace {
-        let (report, bytes): (RunReport, u64) = shardfast_telemetry::trace(url, step, &out, timeout)?;
-        return Ok(outcome(report::text(&report) + &wrote(&out, bytes), &report, FINE));
-    }
-    let (report, page_bytes) = shardfast_telemetry::report(url, step, storage, out.as_deref(), timeout)?;
+    let complete = |report: &mut RunReport| _ = mtbf_s.map(|mtbf_s| wasted::add(report, mtbf_s));
+    let (report, page_bytes) = shardfast_telemetry::report(url, step, storage, &complete, out.as_deref(), timeout)?;
     let written = out.zip(page_bytes).map(|(out, bytes)| wrote(&out, bytes as u64));
-    Ok(outcome(report::text(&report) + &written.unwrap_or_default(), &report, FINE))
+    Ok(outcome(report::text(&report) + &wasted::line(&report) + &written.unwrap_or_default(), &report, FINE))
 }
 
 fn wrote(path: &Path, bytes: u64) -> String {

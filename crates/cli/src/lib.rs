@@ -13,6 +13,7 @@ mod outcome;
 mod report;
 mod text;
 mod top;
+mod wasted;
 mod watch;
 
 use std::ffi::OsString;

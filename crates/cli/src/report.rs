@@ -35,6 +35,9 @@ pub(crate) fn text(report: &RunReport) -> String {
         out += &table(&head, &operations.iter().map(row).collect::<Vec<_>>());
         for operation in operations {
             verdicts(&mut out, operation);
+            if let Some(clocks) = operation.clocks() {
+                let _ = writeln!(out, "step {}, {clocks}", operation.step);
+            }
             storage(&mut out, operation);
         }
     }

@@ -150,7 +150,7 @@ impl Source {
                 }
             },
             Source::Run(url) => {
-                let (mut report, _) = shardfast_telemetry::report(url, None, None, None, timeout)?;
+                let (mut report, _) = shardfast_telemetry::report(url, None, None, &|_| (), None, timeout)?;
                 for operations in [&mut report.saves, &mut report.loads] {
                     operations.drain(..operations.len().saturating_sub(OF_RUN_MAX));
                 }

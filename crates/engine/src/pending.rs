@@ -118,9 +118,14 @@ impl Pending {
         self.shared.observed.is_over(Phase::Written)
     }
 
-    /// Notes that the program has waited for the save.
+    /// Notes that the program has waited in the save's call.
     pub fn stalled(&self, took: Duration) {
         self.shared.observed.noted(&Event::Stalled { took });
+    }
+
+    /// Notes that the program has waited for the save before it could change the state.
+    pub fn waited(&self, took: Duration) {
+        self.shared.observed.noted(&Event::Waited { took });
     }
 
     /// Returns the bytes that the save has moved so far.

@@ -66,7 +66,7 @@ mod _native {
     #[pymodule_export]
     use crate::retention::Retention;
     #[pymodule_export]
-    use crate::session::{Place, Session, flush, note_end};
+    use crate::session::{Place, Session, export_refused, flush, note_end};
     #[pymodule_export]
     use crate::stopping::Stopping;
     #[pymodule_export]

@@ -125,9 +125,15 @@ impl Pending {
         Ok(self.pending.get()?.committed_notes())
     }
 
-    /// Notes that the program has waited for the save for that long.
+    /// Notes that the program has waited for that long in the save's call.
     fn stalled(&self, seconds: f64) -> PyResult<()> {
         self.pending.get()?.stalled(crate::session::seconds(seconds)?);
+        Ok(())
+    }
+
+    /// Notes that the program has waited for the save for that long before it could change the state.
+    fn waited(&self, seconds: f64) -> PyResult<()> {
+        self.pending.get()?.waited(crate::session::seconds(seconds)?);
         Ok(())
     }
 

@@ -282,6 +282,12 @@ pub(crate) fn flush(py: Python<'_>, timeout_s: f64) -> PyResult<()> {
     Ok(())
 }
 
+/// Returns why the endpoint of OTLP refuses what this process exports, the first time that it is asked after a refusal.
+#[pyfunction]
+pub(crate) fn export_refused() -> Option<String> {
+    shardfast_telemetry::export_refused()
+}
+
 /// Notes beside the records of a run that its job has ended; waits for at most that long.
 #[pyfunction]
 pub(crate) fn note_end(py: Python<'_>, url: &str, timeout_s: f64) -> PyResult<()> {

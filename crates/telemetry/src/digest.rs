@@ -95,6 +95,8 @@ pub(crate) struct Digest {
     pub(crate) files: u32,
     /// Time until the outcome was known.
     pub(crate) ended_us: u64,
+    /// Time of the request, by this rank's clock, in milliseconds since 1970. Objects have only clocks that differ.
+    pub(crate) began_unix_ms: u64,
     /// Reason why the operation failed; empty if it did not.
     pub(crate) failure: String,
     pub(crate) failures: u32,
@@ -104,6 +106,8 @@ pub(crate) struct Digest {
     pub(crate) paused_us: u64,
     /// Time that the program waited for the save: in its call, and before it could change the state.
     pub(crate) stalled_us: u32,
+    /// Part of it before the program could change the state. Objects have the largest of all ranks.
+    pub(crate) waited_us: u32,
     /// Time that the copy waited for staging memory.
     pub(crate) awaited_us: u32,
     /// Milliseconds that threads were busy verifying and copying what a load got, all of them together, and those that
@@ -140,7 +144,8 @@ impl Digest {
         let (failures, paused) = record.failures();
         let ended_us = if ended_us == 0 { record.began.elapsed().as_micros() as u64 } else { ended_us };
         // The call of a save that fails at once returns after the outcome.
-        let stalled_us = record.stalled().as_micros().min(u128::from(ended_us));
+        let bounded = |time: std::time::Duration| time.as_micros().min(u128::from(ended_us));
+        let (stalled_us, waited_us) = (bounded(record.stalled()), bounded(record.waited()));
         Digest {
             place: place.clone(),
             phases_us,
@@ -152,12 +157,14 @@ impl Digest {
             throttled: record.throttled(),
             paused_us: u64::try_from(paused.as_micros()).unwrap_or(u64::MAX),
             stalled_us: u32::try_from(stalled_us).unwrap_or(u32::MAX),
+            waited_us: u32::try_from(waited_us).unwrap_or(u32::MAX),
             awaited_us: u32::try_from(record.awaited().as_micros()).unwrap_or(u32::MAX),
             worked_ms: [record.placed(), record.exchanged()]
                 .map(|time| u32::try_from(time.as_millis()).unwrap_or(u32::MAX)),
             held_up_us: record.held_up().into(),
             slowest: slowest.map(|(_, object)| object.as_str().to_owned()).unwrap_or_default(),
             is_page_locked: report.page_lock_failure.is_none(),
+            began_unix_ms: 0,
             address: String::new(),
         }
     }
@@ -173,6 +180,8 @@ impl Digest {
             },
             address: self.address.get(..address.min(self.address.len())).unwrap_or_default().to_owned(),
             failure: shortened(&self.failure, failure),
+            // No clock says so, and it would take more room.
+            began_unix_ms: if self.began_unix_ms < 1 << 42 { self.began_unix_ms } else { 0 },
             ..self.clone()
         };
         for (failure, address, has_coordinates) in TRIES {
@@ -222,9 +231,10 @@ mod tests {
         let record = Record::new(std::time::Instant::now());
         let (took, after) = (std::time::Duration::from_millis(9), std::time::Duration::from_millis(5));
         record.noted(&Event::Stalled { took });
+        record.noted(&Event::Waited { took: after / 5 });
         record.noted(&Event::Outcome { failure: None, number: None, after });
         let digest = Digest::new(&Place::default(), &record, &Report::default());
-        assert_eq!((digest.stalled_us, digest.ended_us), (5000, 5000));
+        assert_eq!((digest.stalled_us, digest.waited_us, digest.ended_us), (5000, 1000, 5000));
     }
 
     #[test]
@@ -245,11 +255,13 @@ mod tests {
             sums: [most; 5],
             files: u32::MAX,
             ended_us: u64::MAX,
+            began_unix_ms: u64::MAX,
             failure: "ä".repeat(4000),
             failures: u32::MAX,
             throttled: u32::MAX,
             paused_us: u64::MAX,
             stalled_us: u32::MAX,
+            waited_us: u32::MAX,
             awaited_us: u32::MAX,
             worked_ms: [u32::MAX; 2],
             held_up_us: [u32::MAX; 2],

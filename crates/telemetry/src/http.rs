@@ -2,8 +2,9 @@
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::header::HOST;
-use hyper::{Method, Request, StatusCode};
+use hyper::body::Incoming;
+use hyper::header::{CONTENT_TYPE, HOST};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use shardfast_engine::{Error, Kind, Result};
 use tokio::net::TcpStream;
@@ -14,6 +15,21 @@ const ANSWER_BYTES_MAX: usize = 64 << 20;
 
 /// Largest answer to what is posted, of which nothing but its end is needed.
 const POSTED_BYTES_MAX: usize = 64 << 10;
+
+/// Failure of a request.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// Reason why there is no answer, or what it was in place of "200 OK".
+    pub(crate) text: String,
+    /// Whether the same request has the same answer later, too.
+    pub(crate) is_lasting: bool,
+}
+
+impl Failure {
+    pub(crate) fn passing(text: impl ToString) -> Failure {
+        Failure { text: text.to_string(), is_lasting: false }
+    }
+}
 
 /// Makes what runs requests on the calling thread.
 ///
@@ -30,44 +46,58 @@ pub(crate) fn runtime() -> Result<Runtime> {
 /// The reason why there is no answer, or that it was not "200 OK".
 pub(crate) async fn get(address: &str, path: &str) -> std::result::Result<Bytes, String> {
     let request = Request::get(path).body(Full::default()).map_err(|error| error.to_string())?;
-    send(address, request, ANSWER_BYTES_MAX).await
+    send(address, request, ANSWER_BYTES_MAX, |_| None).await.map_err(|failure| failure.text)
 }
 
 /// Posts a body to a path there, with these headers.
 ///
 /// # Errors
-/// As [`get`]; an answer that is longer than 64 KiB.
+/// As [`get`]; an answer that is longer than 64 KiB, or a page for people.
 pub(crate) async fn post(
     address: &str,
     path: &str,
     headers: &[(String, String)],
     body: Vec<u8>,
-) -> std::result::Result<Bytes, String> {
+) -> std::result::Result<Bytes, Failure> {
     let mut request = Request::builder().method(Method::POST).uri(path);
     for (name, text) in headers {
         request = request.header(name, text);
     }
-    let request = request.body(Full::from(body)).map_err(|error| error.to_string())?;
-    send(address, request, POSTED_BYTES_MAX).await
+    let request = request.body(Full::from(body)).map_err(Failure::passing)?;
+    send(address, request, POSTED_BYTES_MAX, |answer| {
+        let kind = answer.headers().get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+        kind.starts_with("text/html").then(|| "it answered with a page of HTML, which no collector does".to_owned())
+    })
+    .await
 }
 
 async fn send(
     address: &str,
     mut request: Request<Full<Bytes>>,
     bytes_max: usize,
-) -> std::result::Result<Bytes, String> {
-    let stream = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
+    refusal: impl FnOnce(&Response<Incoming>) -> Option<String>,
+) -> std::result::Result<Bytes, Failure> {
+    let stream = TcpStream::connect(address).await.map_err(Failure::passing)?;
     let shaken = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
-    let (mut sender, connection) = shaken.map_err(|error| error.to_string())?;
+    let (mut sender, connection) = shaken.map_err(Failure::passing)?;
     let driver = tokio::spawn(connection);
-    request.headers_mut().insert(HOST, address.parse().map_err(|_| format!("{address:?} is no host"))?);
-    let response = sender.send_request(request).await.map_err(|error| error.to_string())?;
-    if response.status() != StatusCode::OK {
-        return Err(format!("it answered {}", response.status()));
+    let host = address.parse().map_err(|_| Failure::passing(format!("{address:?} is no host")))?;
+    request.headers_mut().insert(HOST, host);
+    let response = sender.send_request(request).await.map_err(Failure::passing)?;
+    let status = response.status();
+    if status != StatusCode::OK {
+        let is_passing = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS].contains(&status);
+        return Err(Failure {
+            text: format!("it answered {status}"),
+            is_lasting: status.is_client_error() && !is_passing,
+        });
+    }
+    if let Some(text) = refusal(&response) {
+        return Err(Failure { text, is_lasting: true });
     }
     let body = Limited::new(response.into_body(), bytes_max).collect().await;
     driver.abort();
-    body.map(http_body_util::Collected::to_bytes).map_err(|error| error.to_string())
+    body.map(http_body_util::Collected::to_bytes).map_err(Failure::passing)
 }
 
 #[cfg(test)]

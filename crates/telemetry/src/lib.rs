@@ -39,7 +39,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use shardfast_engine::listen::{Begun, Listener, Listening, Verb};
 use shardfast_engine::{Engine, Error, Kind, Result, Timeout};
 use shardfast_format::{TELEMETRY, end_name};
-use shardfast_store::Shared;
+use shardfast_store::{Shared, Store};
 use shardfast_transfer::events::{Event, Observer, Phase};
 use shardfast_transfer::report::Report;
 
@@ -61,6 +61,9 @@ use told::Told;
 use trace::Trace;
 pub use verdicts::Verdict;
 pub use watch::Watcher;
+
+/// Records of one step and verb whose saves or loads began in as many milliseconds in a row.
+const SAME_TIME_MAX: usize = 8;
 
 /// Version of the program, as objects name it.
 const WRITER: &str = concat!("shardfast ", env!("CARGO_PKG_VERSION"));
@@ -193,6 +196,12 @@ pub fn flush(within: Duration) {
     }
 }
 
+/// Returns why the endpoint of OTLP refuses what this process exports, once; `None` if it does not.
+pub fn export_refused() -> Option<String> {
+    let known = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+    Process::of_this(known.as_ref())?.exporter.as_ref()?.refused()
+}
+
 /// Notes beside the records of the run at `url` that its job has ended, so that a watch expects no more saves. Waits
 /// for at most that long; a note that cannot be stored is left out.
 pub fn note_end(url: &str, within: Duration) {
@@ -303,20 +312,13 @@ impl Operation {
     fn digest(&self, report: &Report) -> Digest {
         let address =
             self.live.as_ref().and_then(|live| live.served.get().map(|(seen, ..)| seen.clone())).unwrap_or_default();
-        Digest { address, ..Digest::new(&place_in(&self.place), &self.running.record, report) }
+        let began_unix_ms = self.running.began_unix_ms;
+        Digest { address, began_unix_ms, ..Digest::new(&place_in(&self.place), &self.running.record, report) }
     }
 
     /// Returns what its ranks have said, as it is kept.
     fn collection(&self, step: u64, ranks: Vec<Option<Digest>>) -> Collected {
-        Collected {
-            verb: self.running.verb,
-            step,
-            began_unix_ms: self.running.began_unix_ms,
-            writer: WRITER.to_owned(),
-            missing: Vec::new(),
-            ranks,
-            told: Told::default(),
-        }
+        Collected::new(self.running.verb, step, self.running.began_unix_ms, ranks)
     }
 
     /// Notes where other ranks tell what they do, if rank 0 can reach them there.
@@ -366,10 +368,26 @@ impl Listening for Operation {
         // A load that found nothing leaves nothing.
         let has_found = self.running.verb == Verb::Save || report.phases_ms.contains_key(Phase::Opened.word());
         let Ok(store) = run.store(&self.storage, has_found) else { return };
-        let _ =
-            collected.encode().and_then(|bytes| Ok(store.put(&format!("{TELEMETRY}/{}", collected.name()), &bytes)?));
+        put_record(&*store, collected.clone());
         if let (Some(live), Verb::Save) = (&self.live, self.running.verb) {
             live.stored(&self.running, bytes_of_all(&collected), store.free_bytes());
+        }
+    }
+}
+
+/// Stores a record beside those that are there. Another job of the run may have one of the same step and millisecond:
+/// then it gets the next one.
+fn put_record(store: &dyn Store, mut collected: Collected) {
+    for _ in 0..SAME_TIME_MAX {
+        let Ok(bytes) = collected.encode() else { return };
+        let name = format!("{TELEMETRY}/{}", collected.name());
+        match store.publish(&name, &bytes) {
+            Err(error) if error.kind == shardfast_store::Kind::Conflict => collected.began_unix_ms += 1,
+            Err(error) if error.kind == shardfast_store::Kind::Unsupported => {
+                let _ = store.put(&name, &bytes);
+                return;
+            }
+            _ => return,
         }
     }
 }
@@ -385,6 +403,7 @@ fn bytes_of_all(collected: &Collected) -> Option<u64> {
 /// Reads what the saves and loads of the run at `url` did, or those of one step. Writes it as a page to the new file
 /// `out` if that is given; returns also the page's size in bytes. `storage` names a Prometheus server and which of its
 /// series are those of the storage, `http://host:port/?match={job="minio"}`: the newest saves and loads have them, too.
+/// `complete` adds to the report, before it is drawn, what the caller alone knows.
 ///
 /// # Errors
 /// `NotFound` when there is no run; the store's errors; `Conflict` when something is at `out`; `Invalid` or
@@ -394,14 +413,16 @@ pub fn report(
     url: &str,
     step: Option<u64>,
     storage: Option<&str>,
+    complete: &dyn Fn(&mut RunReport),
     out: Option<&Path>,
     timeout: &Timeout,
 ) -> Result<(RunReport, Option<usize>)> {
     let history = storage.map(History::new).transpose()?;
     let mut page = out.map(|_| Page::default());
-    let report = report::read_run(url, step, history.as_ref(), timeout, &mut |collected, operation| {
+    let mut report = report::read_run(url, step, history.as_ref(), timeout, &mut |collected, operation| {
         page.as_mut().map_or(Ok(()), |page| page.add(collected, operation))
     })?;
+    complete(&mut report);
     let (Some(page), Some(out)) = (page, out) else { return Ok((report, None)) };
     let html = page.html(&report)?;
     new_file(out, |mut file| file.write_all(html.as_bytes()).map_err(|error| unwritten(out, &error)))?;
@@ -482,6 +503,25 @@ fn without_secrets(url: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn records_of_one_millisecond_are_all_kept() {
+        use shardfast_format::record_name;
+        let dir = tempfile::tempdir().unwrap();
+        let store = shardfast_store::open(dir.path().to_str().unwrap()).unwrap();
+        let one = object::tests::collected(2);
+        for _ in 0..3 {
+            put_record(&*store, one.clone());
+        }
+        put_record(&*store, Collected { step: 4001, ..one.clone() });
+        let names = store.list(TELEMETRY).unwrap().into_iter().map(|entry| entry.name).collect::<Vec<_>>();
+        let expected = [(0, 4000), (0, 4001), (1, 4000), (2, 4000)];
+        assert_eq!(names, expected.map(|(ms, step)| record_name(one.began_unix_ms + ms, true, step)));
+        for name in &names {
+            let bytes = store.read(&format!("{TELEMETRY}/{name}"), 1 << 20).unwrap();
+            assert_eq!(Collected::decode("here", &bytes).unwrap().name(), *name);
+        }
+    }
 
     #[test]
     fn a_save_has_the_coordinates_of_its_begin_and_a_load_those_of_its_end() {

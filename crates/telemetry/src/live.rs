@@ -168,6 +168,9 @@ pub(crate) struct Totals {
     pub(crate) paused: Duration,
     /// Events that were counted and not kept.
     pub(crate) left_out: u64,
+    /// Bytes that all ranks wrote in the newest save of which rank 0 knows it, and that the storage could take then.
+    pub(crate) all_bytes: Option<u64>,
+    pub(crate) free_bytes: Option<u64>,
 }
 
 /// Sums over the saves, or the loads.
@@ -257,8 +260,10 @@ impl Live {
             ended.operation == word(running.verb)
                 && (ended.began_unix_ms, &ended.url) == (running.began_unix_ms, &running.url)
         };
-        if let Some(ended) = self.state().ended.iter_mut().rev().find(is_same) {
+        let mut state = self.state();
+        if let Some(ended) = state.ended.iter_mut().rev().find(is_same) {
             (ended.all_bytes, ended.free_bytes) = (all_bytes, free_bytes);
+            (state.totals.all_bytes, state.totals.free_bytes) = (all_bytes, free_bytes);
         }
     }
 
@@ -436,5 +441,8 @@ mod tests {
         let frame = live.frame();
         assert_eq!((frame.running.len(), frame.ended.len(), frame.ended[0].ended_ms), (0, 1, 5.0));
         assert_eq!((frame.ended[0].all_bytes, frame.ended[0].free_bytes), (Some(8), Some(1 << 40)));
+        let text = crate::metrics::text(&live);
+        assert!(text.contains("shardfast_last_all_bytes{rank=\"0\",operation=\"save\"} 8\n"), "{text}");
+        assert!(text.contains("shardfast_storage_free_bytes{rank=\"0\"} 1099511627776\n"), "{text}");
     }
 }

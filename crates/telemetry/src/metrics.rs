@@ -131,6 +131,12 @@ fn last(totals: &Totals) -> Vec<Family> {
             .by_verb(|verb| last(verb).map(|last| last.bytes as f64)),
         gauge("last_staged_seconds", "Time until the state could change, in the last save.")
             .by_verb(|verb| last(verb)?.staged_ms.map(|ms| ms / 1e3)),
+        gauge("last_all_bytes", "Bytes that all ranks wrote in the last save of which rank 0 knows it.")
+            .by_verb(|verb| totals.all_bytes.filter(|_| verb == Verb::Save as usize).map(|bytes| bytes as f64)),
+        (totals.free_bytes.into_iter()).fold(
+            gauge("storage_free_bytes", "Bytes that the storage could still take after that save."),
+            |family, bytes| family.number(&[], bytes as f64),
+        ),
     ]
 }
 

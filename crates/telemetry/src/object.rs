@@ -1,5 +1,7 @@
 //! Encodes the digests of all ranks as the object that rank 0 stores below the run.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use shardfast_engine::listen::Verb;
@@ -7,6 +9,7 @@ use shardfast_engine::{Error, Result};
 use shardfast_format::{Columns, record_name};
 use shardfast_transfer::events::Phase;
 
+use crate::WRITER;
 use crate::digest::{COORDINATES_MAX, Coordinates, Digest, Place, Sum};
 use crate::record::{BOUNDS_US, Class};
 use crate::text::list;
@@ -28,6 +31,10 @@ const EVENTS_BYTES_MAX: usize = 256 << 10;
 /// Bytes of an object up to which events of single ranks are added: one of 8,960 ranks has room for them.
 const OBJECT_BYTES_MEANT: usize = 2_999_000;
 
+/// Milliseconds from which on clocks of two ranks differ, and ranks whose clocks an object names at most.
+const CLOCKS_MS_MIN: u64 = 1000;
+const CLOCKS_MAX: usize = 64;
+
 /// Bytes that distinct texts of ranks take in an object at most.
 const TEXTS_BYTES_MAX: usize = 32 << 10;
 
@@ -48,11 +55,23 @@ pub(crate) struct Collected {
     pub(crate) missing: Vec<u32>,
     /// Digest of each rank; `None` for a rank that sent none.
     pub(crate) ranks: Vec<Option<Digest>>,
+    /// Longest time that the program waited on a rank before it could change the state; part of its `stalled_us`.
+    pub(crate) waited_us: u32,
+    /// Milliseconds by which clocks of ranks were ahead of rank 0's, of those that were furthest away from it.
+    pub(crate) clocks_ms: BTreeMap<u32, i64>,
     /// Events of single ranks.
     pub(crate) told: Told,
 }
 
 impl Collected {
+    /// Makes the one of a save or load, without events of single ranks.
+    pub(crate) fn new(verb: Verb, step: u64, began_unix_ms: u64, ranks: Vec<Option<Digest>>) -> Collected {
+        let waited_us = ranks.iter().flatten().map(|rank| rank.waited_us).max().unwrap_or_default();
+        let (clocks_ms, writer) = (clocks_ms(&ranks), WRITER.to_owned());
+        let (missing, told) = (Vec::new(), Told::default());
+        Collected { verb, step, began_unix_ms, writer, missing, ranks, waited_us, clocks_ms, told }
+    }
+
     /// Returns its name in the directory of records.
     pub(crate) fn name(&self) -> String {
         record_name(self.began_unix_ms, self.verb == Verb::Save, self.step)
@@ -70,6 +89,8 @@ impl Collected {
         note("step", self.step.to_string());
         note("began_unix_ms", self.began_unix_ms.to_string());
         note("writer", self.writer.clone());
+        note("waited_us", self.waited_us.to_string());
+        note("clocks_ms", list(&self.clocks_ms));
         note("missing", list(&self.missing));
         note("phases", list(Phase::ALL.map(Phase::word)));
         note("operations", list(Class::ALL.map(Class::words)));
@@ -152,6 +173,8 @@ impl Collected {
             let text = note(name)?;
             text.parse::<u64>().map_err(|_| corrupt(format!("{name}: expected a number, found {text:?}")))
         };
+        // Records of the first versions have none of these notes.
+        let added = |name: &str| columns.notes.get(&format!("shardfast.{name}")).map(String::as_str);
         let word = note("verb")?;
         let verb = verb(word).ok_or_else(|| corrupt(format!("verb: expected save or load, found {word:?}")))?;
         for (name, expected) in [
@@ -211,6 +234,8 @@ impl Collected {
                 throttled: failed[2 * rank + 1],
                 paused_us: paused[rank],
                 stalled_us: stalled[rank],
+                waited_us: 0,
+                began_unix_ms: 0,
                 awaited_us: awaited[rank],
                 worked_ms: [worked[2 * rank], worked[2 * rank + 1]],
                 held_up_us: [held_up[2 * rank], held_up[2 * rank + 1]],
@@ -224,6 +249,10 @@ impl Collected {
             step: number("step")?,
             began_unix_ms: number("began_unix_ms")?,
             writer: note("writer")?.to_owned(),
+            waited_us: parsed(added("waited_us").unwrap_or("0"))
+                .ok_or_else(|| corrupt("waited_us: no number".to_owned()))?,
+            clocks_ms: parsed(added("clocks_ms").unwrap_or("{}"))
+                .ok_or_else(|| corrupt("clocks_ms: no map".to_owned()))?,
             missing: parsed(note("missing")?).ok_or_else(|| corrupt("missing: no list".to_owned()))?,
             told: Told::take(what, &columns, rows)?,
             ranks: (0..rows).map(digest).collect(),
@@ -245,6 +274,21 @@ impl Collected {
     pub(crate) fn said(&self) -> impl Iterator<Item = &Digest> {
         self.ranks.iter().flatten()
     }
+}
+
+/// Returns by how much clocks of ranks are ahead of rank 0's: all learn at the same time that they agree.
+fn clocks_ms(ranks: &[Option<Digest>]) -> BTreeMap<u32, i64> {
+    let agreed_ms = |said: &Option<Digest>| {
+        let (began_ms, us) = said.as_ref().map(|said| (said.began_unix_ms, said.phases_us[Phase::Agreed as usize]))?;
+        (began_ms > 0 && us > 0).then(|| began_ms.saturating_add(u64::from(us) / 1000))
+    };
+    let Some(first) = ranks.first().and_then(agreed_ms) else { return BTreeMap::new() };
+    let ahead = |(rank, said)| Some((rank, i64::try_from(agreed_ms(said)?).ok()? - i64::try_from(first).ok()?));
+    let mut differing: Vec<(u32, i64)> = (0..).zip(ranks).filter_map(ahead).collect();
+    differing.retain(|(_, ms)| ms.unsigned_abs() >= CLOCKS_MS_MIN);
+    differing.sort_by_key(|(_, ms)| Reverse(ms.unsigned_abs()));
+    differing.truncate(CLOCKS_MAX);
+    differing.into_iter().collect()
 }
 
 /// Returns the sums of all ranks; `None` if columns have others than one for each kind of operation.
@@ -383,6 +427,8 @@ pub(crate) mod tests {
             throttled: rank as u32 % 2,
             paused_us: 20,
             stalled_us: 1_100,
+            waited_us: 0,
+            began_unix_ms: 0,
             awaited_us: 70 + rank as u32,
             worked_ms: [60 + rank as u32, 50],
             held_up_us: [rank as u32, 90],
@@ -394,7 +440,17 @@ pub(crate) mod tests {
         let writer = "shardfast 0.1.0".to_owned();
         let told = told([0, 1].into_iter().filter(|&rank| rank < world as u32), 3);
         let began_unix_ms = 1_700_000_000_123;
-        Collected { verb: Verb::Save, step: 4000, began_unix_ms, writer, missing: vec![2], ranks, told }
+        Collected {
+            verb: Verb::Save,
+            step: 4000,
+            began_unix_ms,
+            writer,
+            missing: vec![2],
+            ranks,
+            waited_us: 100,
+            clocks_ms: BTreeMap::from([(1, -5000)]),
+            told,
+        }
     }
 
     #[test]
@@ -405,6 +461,32 @@ pub(crate) mod tests {
         assert_eq!(object.name(), "1700000000123-save-00004000.safetensors");
         assert!(collected(8).encode().unwrap().len() < 16 << 10);
         assert!(collected(8960).encode().unwrap().len() < 3 << 20, "{}", collected(8960).encode().unwrap().len());
+    }
+
+    #[test]
+    fn clocks_that_differ_are_told_by_when_ranks_agreed() {
+        let rank = |began_unix_ms: u64, us: u32| {
+            let mut said = Digest { began_unix_ms, waited_us: us / 1000, ..Digest::default() };
+            said.phases_us[Phase::Agreed as usize] = us;
+            Some(said)
+        };
+        let of = |ranks: Vec<Option<Digest>>| Collected::new(Verb::Save, 1, 10_000, ranks);
+        // Rank 1 came 400 ms later and agreed at the same time; the clock of rank 3 is behind, rank 4's nearly right.
+        let late = rank(10_400, 500_000);
+        let found = of(vec![rank(10_000, 900_000), late, None, rank(5_000, 900_000), rank(11_500, 100_000)]);
+        assert_eq!((found.clocks_ms.clone(), found.waited_us), (BTreeMap::from([(3, -5000)]), 900));
+        let said = crate::report::operation(&found).clocks().unwrap();
+        assert_eq!(said, "clocks differ: that of rank 3 is 5.0 s behind rank 0's");
+        let many = (0..300).map(|at| rank(10_000 + at * 1000, 900_000)).collect();
+        let found = of(many);
+        assert_eq!(found.clocks_ms.keys().copied().collect::<Vec<_>>(), (236..300).collect::<Vec<u32>>());
+        let said = crate::report::operation(&found).clocks().unwrap();
+        assert_eq!(said, "clocks differ: that of rank 299 is 299.0 s ahead of rank 0's");
+        // Some have not agreed, or say that they began before 1970, or at no time that is one.
+        for other in [rank(5_000, 0), rank(0, 900_000), rank(u64::MAX, u32::MAX)] {
+            assert!(of(vec![rank(10_000, 900_000), other.clone()]).clocks_ms.is_empty());
+            assert!(of(vec![other, rank(10_000, 900_000)]).clocks_ms.is_empty());
+        }
     }
 
     #[test]
@@ -440,6 +522,8 @@ pub(crate) mod tests {
             ("phases", "[]"),
             ("machines", "7"),
             ("mesh", "7"),
+            ("waited_us", "-1"),
+            ("clocks_ms", "[]"),
             ("mesh", "[\"dp\"]"),
             ("texts", "{}"),
         ] {
@@ -448,6 +532,11 @@ pub(crate) mod tests {
             let error = Collected::decode("here", &wrong.encode()).unwrap_err();
             assert!(error.message.contains(name), "{name}: {error}");
         }
+        for name in ["waited_us", "clocks_ms"] {
+            columns.notes.remove(&format!("shardfast.{name}"));
+        }
+        let first = Collected::decode("here", &columns.encode()).unwrap();
+        assert_eq!((first.waited_us, first.clocks_ms.len()), (0, 0), "of the first version");
         for name in ["said", "phases_us", "coordinates", "by_duration"] {
             let mut wrong = columns.clone();
             wrong.add(name, 1, &[1_u32]).unwrap();

@@ -8,6 +8,7 @@ mod message;
 mod settings;
 mod trace;
 
+use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -17,7 +18,7 @@ use shardfast_engine::{Error, Kind, Result};
 use tokio::runtime::Runtime;
 use tokio::time::timeout;
 
-use crate::http::{post, runtime};
+use crate::http::{Failure, post, runtime};
 use crate::live::Live;
 use crate::metrics;
 
@@ -41,6 +42,9 @@ struct Shared {
     /// Number of saves and loads that are not sent yet.
     waiting: Mutex<usize>,
     changed: Condvar,
+    /// Reason why the endpoint has refused what it was sent, the first one, until it is said.
+    refused: Mutex<Option<String>>,
+    has_refused: AtomicBool,
 }
 
 impl Exporter {
@@ -66,6 +70,11 @@ impl Exporter {
             Ok(()) => *waiting += 1,
             Err(_) => _ = self.live.not_exported.fetch_add(1, Relaxed),
         }
+    }
+
+    /// Returns why the endpoint refuses what it is sent, once.
+    pub(crate) fn refused(&self) -> Option<String> {
+        self.shared.refused.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Waits until all is sent, for at most that long.
@@ -121,9 +130,18 @@ impl Sending {
         }
     }
 
-    fn post(&self, target: &Target, body: Vec<u8>) -> std::result::Result<(), String> {
+    fn post(&self, target: &Target, body: Vec<u8>) -> std::result::Result<(), Failure> {
         let sent = post(&target.address, &target.path, &target.headers, body);
         let answer = self.runtime.block_on(async { timeout(target.timeout, sent).await });
-        answer.map_err(|_| "no answer in time".to_owned())?.map(drop)
+        let sent = answer.unwrap_or_else(|_| Err(Failure::passing("no answer in time"))).map(drop);
+        if let Err(failure) = &sent
+            && failure.is_lasting
+            && !self.shared.has_refused.swap(true, Relaxed)
+        {
+            let said =
+                format!("http://{}{}: {}; no save waits for it or fails", target.address, target.path, failure.text);
+            *self.shared.refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(said);
+        }
+        sent
     }
 }

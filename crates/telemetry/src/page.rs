@@ -32,7 +32,7 @@ const LISTED_BYTES_MAX: usize = 800_000;
 const LISTED_MAX: usize = 300;
 
 /// Saves and loads of which a page has a few numbers, for its charts: the newest.
-const CHARTED_MAX: usize = 10_000;
+const CHARTED_MAX: usize = 7_500;
 
 /// Verdicts of one save or load that a page has.
 const VERDICTS_MAX: usize = 6;
@@ -54,6 +54,8 @@ struct Summary<'a> {
     began_unix_ms: Option<u64>,
     world: Option<usize>,
     not_reporting: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    clocks: Option<String>,
     staged_ms: Option<f64>,
     stalled_ms: Option<f64>,
     ended_ms: Option<f64>,
@@ -235,15 +237,33 @@ fn listed(all: &[(&Operation, Verb)], detailed: &[usize]) -> Result<Vec<usize>> 
     Ok((0..all.len()).filter(|&at| is_listed[at]).collect())
 }
 
-/// A save or load in the charts: verb, step, outcome, ranks, milliseconds until staged and ended, bytes, failures.
-type Charted = (u8, u64, &'static str, Option<usize>, Option<f64>, Option<f64>, u64, u64);
+/// A save or load in the charts.
+#[derive(Serialize)]
+struct Charted(
+    u8,            // whether it is a load
+    u64,           // step
+    &'static str,  // outcome
+    Option<usize>, // ranks
+    Option<f64>,   // milliseconds that the program waited for it: until its end, for one that did not go on meanwhile
+    Option<f64>,   // those of them before it could change the state
+    Option<f64>,   // milliseconds until the outcome
+    u64,           // bytes
+    u64,           // operations at the storage
+    Option<f64>,   // time wasted, a share of the training's
+    Option<f64>,   // time wasted with the best interval
+);
 
 /// Returns the numbers of all saves and loads that the charts show, each with its place first; the newest of many.
 fn charted(all: &[(&Operation, Verb)]) -> Vec<(usize, Charted)> {
     let to_us = |ms: f64| (ms * 1e3).round() / 1e3;
+    let share = |share: f64| (share * 1e6).round() / 1e6;
     let one = |(at, &(of, verb)): (usize, &(&Operation, Verb))| {
-        let (staged, ended) = (of.staged_ms.map(to_us), of.ended_ms.map(to_us));
-        (at, (u8::from(verb == Verb::Load), of.step, of.outcome, of.world, staged, ended, of.bytes, of.failures))
+        let (stalled, waited) = (of.stalled_ms.or(of.ended_ms).map(to_us), of.waited_ms.map(to_us));
+        let requests = of.operations.values().map(|of| of.count).sum();
+        let (waste, best) = (of.wasted.map(|of| share(of.waste)), of.wasted.map(|of| share(of.best_waste)));
+        let (is_load, ended) = (u8::from(verb == Verb::Load), of.ended_ms.map(to_us));
+        let (step, outcome, world) = (of.step, of.outcome, of.world);
+        (at, Charted(is_load, step, outcome, world, stalled, waited, ended, of.bytes, requests, waste, best))
     };
     let mut newest: Vec<usize> = (0..all.len()).collect();
     newest.sort_by_key(|&at| Reverse((all[at].0.began_unix_ms, all[at].0.step)));
@@ -261,6 +281,7 @@ fn summary(at: usize, operation: &Operation, verb: Verb) -> Summary<'_> {
         began_unix_ms: operation.began_unix_ms,
         world: operation.world,
         not_reporting: operation.not_reporting.len(),
+        clocks: operation.clocks(),
         staged_ms: operation.staged_ms,
         stalled_ms: operation.stalled_ms,
         ended_ms: operation.ended_ms,
@@ -332,6 +353,7 @@ fn base64(bytes: impl Iterator<Item = u8>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::Wasted;
 
     #[test]
     fn bytes_are_written_in_base_64() {
@@ -379,7 +401,10 @@ mod tests {
         for step in 0..12_000 {
             let mut save = Operation::unrecorded(step + (1 << 40), "committed");
             (save.began_unix_ms, save.world) = (Some(1_800_000_000_000 + step), Some(8960));
-            (save.staged_ms, save.ended_ms, save.bytes) = (Some(12_345.678), Some(123_456.789), u64::MAX);
+            (save.stalled_ms, save.waited_ms) = (Some(12_345.678), Some(2_345.678));
+            (save.ended_ms, save.bytes) = (Some(123_456.789), u64::MAX);
+            let (interval_s, best_interval_s) = (1800.0, 600.0);
+            save.wasted = Some(Wasted { interval_s, waste: 0.123_456_789, best_interval_s, best_waste: 0.023_456_789 });
             save.not_reporting = (0..100).collect();
             report.saves.push(save);
         }

@@ -93,6 +93,7 @@ pub(crate) enum What {
     Compared,
     PageLock,
     Stalled,
+    Waited,
     HeldUp,
     /// Sum over the threads of a load.
     Placed,
@@ -117,6 +118,7 @@ impl What {
             What::Compared => "replicas",
             What::PageLock => "page_lock",
             What::Stalled => "stall",
+            What::Waited => "wait",
             What::HeldUp => "held_up",
             What::Placed => "placed",
             What::Exchanged => "exchanged",
@@ -162,6 +164,7 @@ pub(crate) struct Record {
     throttled: AtomicU32,
     paused_ns: AtomicU64,
     stalled_ns: AtomicU64,
+    waited_ns: AtomicU64,
     awaited_ns: AtomicU64,
     placed_ns: AtomicU64,
     exchanged_ns: AtomicU64,
@@ -182,6 +185,7 @@ impl Record {
             throttled: AtomicU32::new(0),
             paused_ns: AtomicU64::new(0),
             stalled_ns: AtomicU64::new(0),
+            waited_ns: AtomicU64::new(0),
             awaited_ns: AtomicU64::new(0),
             placed_ns: AtomicU64::new(0),
             exchanged_ns: AtomicU64::new(0),
@@ -205,9 +209,14 @@ impl Record {
         (self.failures.load(Relaxed), Duration::from_nanos(self.paused_ns.load(Relaxed)))
     }
 
-    /// Returns the time that the program has waited for the operation.
+    /// Returns the time that the program has waited for the operation, in its call and before it could change the state.
     pub(crate) fn stalled(&self) -> Duration {
-        Duration::from_nanos(self.stalled_ns.load(Relaxed))
+        Duration::from_nanos(self.stalled_ns.load(Relaxed)) + self.waited()
+    }
+
+    /// Returns the time that the program has waited before it could change the state.
+    pub(crate) fn waited(&self) -> Duration {
+        Duration::from_nanos(self.waited_ns.load(Relaxed))
     }
 
     /// Returns the number of failures in which the service asked for fewer requests.
@@ -295,6 +304,10 @@ impl Record {
             Event::Stalled { took } => {
                 more(&self.stalled_ns, took);
                 Entry { took, ..moment(What::Stalled, now().saturating_sub(took)) }
+            }
+            Event::Waited { took } => {
+                more(&self.waited_ns, took);
+                Entry { took, ..moment(What::Waited, now().saturating_sub(took)) }
             }
             Event::Wrote { bytes } => Entry { bytes, ..moment(What::Wrote, now()) },
             Event::Compared { outcome } => Entry { object: Text::head(outcome), ..moment(What::Compared, now()) },

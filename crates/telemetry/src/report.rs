@@ -57,6 +57,9 @@ pub struct Operation {
     pub world: Option<usize>,
     /// Ranks that sent no digest.
     pub not_reporting: Vec<usize>,
+    /// Milliseconds by which clocks of ranks were ahead of rank 0's when they agreed; only those that differ by a second
+    /// or more.
+    pub clocks_ms: BTreeMap<u32, i64>,
     /// Machine of each rank; `None` for a rank that sent no digest.
     pub machines: Vec<Option<Arc<str>>>,
     /// Coordinates of all ranks in each dimension of the job's meshes; `None` for a rank that has none in it.
@@ -66,6 +69,8 @@ pub struct Operation {
     /// Time that the program waited for an asynchronous save, in its call and before it could change the state, on the
     /// rank where that was longest, in milliseconds; `None` for others.
     pub stalled_ms: Option<f64>,
+    /// Part of it before the program could change the state, on the rank where that was longest.
+    pub waited_ms: Option<f64>,
     /// Time until the outcome, of the slowest rank, in milliseconds.
     pub ended_ms: Option<f64>,
     /// Bytes that all ranks wrote, or read.
@@ -80,11 +85,27 @@ pub struct Operation {
     pub operations: BTreeMap<&'static str, Operations>,
     /// Ranks whose events are kept in full.
     pub events: Vec<Events>,
+    /// Time that such saves waste, of a save whose interval is known, where a mean time between failures was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wasted: Option<Wasted>,
     /// Metrics of the storage at its time, where a server that has them was named.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub storage: Option<StorageNow>,
     /// Findings about it, the most time first.
     pub verdicts: Vec<Verdict>,
+}
+
+/// Time that saves and failures waste together, expected if all saves were as this one.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Wasted {
+    /// Seconds from the save before to this one.
+    pub interval_s: f64,
+    /// Seconds wasted for each second of training.
+    pub waste: f64,
+    /// Interval that wastes least, in seconds, not below what the storage sustains.
+    pub best_interval_s: f64,
+    /// Seconds wasted with it.
+    pub best_waste: f64,
 }
 
 /// Events of one rank that are kept in full.
@@ -307,15 +328,18 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
         |classes: [Class; 2]| classes.iter().filter_map(|class| operations.get(class.words())).map(|of| of.bytes).sum();
     let phases = phases(collected);
     let staged_us = |said: &Digest| said.phases_us[Phase::Staged as usize];
+    let stalled_ms = largest(&mut collected.said().map(|said| f64::from(said.stalled_us) / 1e3)).filter(|&ms| ms > 0.0);
     Operation {
         step: collected.step,
         outcome,
         began_unix_ms: Some(collected.began_unix_ms),
         world: Some(collected.ranks.len()),
         not_reporting: (0..collected.ranks.len()).filter(|&rank| collected.ranks[rank].is_none()).collect(),
+        clocks_ms: collected.clocks_ms.clone(),
         machines: machines(collected),
         coordinates: coordinates(collected),
-        stalled_ms: largest(&mut collected.said().map(|said| f64::from(said.stalled_us) / 1e3)).filter(|&ms| ms > 0.0),
+        stalled_ms,
+        waited_ms: stalled_ms.map(|_| f64::from(collected.waited_us) / 1e3),
         staged_ms: largest(&mut collected.said().map(staged_us).filter(|&us| us > 0).map(|us| f64::from(us) / 1e3)),
         ended_ms: largest(&mut collected.said().map(|said| said.ended_us as f64 / 1e3)),
         bytes: match collected.verb {
@@ -327,6 +351,7 @@ pub(crate) fn operation(collected: &Collected) -> Operation {
         phases: phases.into_iter().filter(|(_, ms)| ms.iter().any(Option::is_some)).collect(),
         operations,
         events: events(&collected.told),
+        wasted: None,
         storage: None,
         verdicts: verdicts(collected),
     }
@@ -350,17 +375,20 @@ fn events(told: &Told) -> Vec<Events> {
 }
 
 impl Operation {
-    pub(crate) fn unrecorded(step: u64, outcome: &'static str) -> Operation {
+    /// Returns a report of one of which nothing was recorded.
+    pub fn unrecorded(step: u64, outcome: &'static str) -> Operation {
         Operation {
             step,
             outcome,
             began_unix_ms: None,
             world: None,
             not_reporting: Vec::new(),
+            clocks_ms: BTreeMap::new(),
             machines: Vec::new(),
             coordinates: BTreeMap::new(),
             staged_ms: None,
             stalled_ms: None,
+            waited_ms: None,
             ended_ms: None,
             bytes: 0,
             files: 0,
@@ -368,9 +396,19 @@ impl Operation {
             phases: BTreeMap::new(),
             operations: BTreeMap::new(),
             events: Vec::new(),
+            wasted: None,
             storage: None,
             verdicts: Vec::new(),
         }
+    }
+}
+
+impl Operation {
+    /// Says which rank's clock is furthest from rank 0's, if that can mislead a reader of logs.
+    pub fn clocks(&self) -> Option<String> {
+        let (rank, ms) = self.clocks_ms.iter().max_by_key(|(_, ms)| ms.unsigned_abs())?;
+        let (way, s) = (if *ms > 0 { "ahead of" } else { "behind" }, ms.unsigned_abs() as f64 / 1e3);
+        Some(format!("clocks differ: that of rank {rank} is {s:.1} s {way} rank 0's"))
     }
 }
 

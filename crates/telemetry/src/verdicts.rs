@@ -52,7 +52,7 @@ const JOINED_RANKS_MIN: usize = 4;
 const JOINED_SHARE: f64 = 0.1;
 
 /// Sentence about a call that took long before its save or load could begin.
-const STATE_READ: &str = "its call read the state for that long: `state_dict()` and values";
+const STATE_READ: &str = "its call read the state for that long: `state_dict()` and values, or it did not run";
 
 /// Finding about one save or load.
 #[derive(Clone, Debug, PartialEq, Serialize)]

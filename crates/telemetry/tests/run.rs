@@ -41,7 +41,7 @@ fn save_step(engines: &[Arc<Engine>], run: &Path, step: u64) -> Vec<Result<(), K
 }
 
 fn read(run: &Path) -> RunReport {
-    report(run.to_str().unwrap(), None, None, None, &Timeout::default()).unwrap().0
+    report(run.to_str().unwrap(), None, None, &|_| (), None, &Timeout::default()).unwrap().0
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn records_that_are_too_large_or_not_those_of_their_names_are_passed_over() {
 fn a_run_without_records_or_with_damaged_ones_is_reported_all_the_same() {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().to_str().unwrap();
-    let error = report(place, None, None, None, &Timeout::default()).unwrap_err();
+    let error = report(place, None, None, &|_| (), None, &Timeout::default()).unwrap_err();
     assert_eq!(error.kind, Kind::NotFound, "{error}");
     assert_eq!(save_step(&engines(2, 0), dir.path(), 1), [Ok(()); 2]);
     std::fs::create_dir_all(dir.path().join("step-00000002/model")).unwrap();
@@ -267,7 +267,7 @@ fn a_run_without_records_or_with_damaged_ones_is_reported_all_the_same() {
     bytes[at] ^= 1;
     std::fs::write(records.join("0000000000001-save-00000003.safetensors"), &bytes).unwrap();
     std::fs::write(records.join("notes.txt"), "mine").unwrap();
-    let report = report(place, Some(3), None, None, &Timeout::default()).unwrap().0;
+    let report = report(place, Some(3), None, &|_| (), None, &Timeout::default()).unwrap().0;
     assert_eq!(report.saves.iter().map(|save| (save.step, save.outcome)).collect::<Vec<_>>(), [(3, "committed")]);
     assert!(report.unreadable.len() == 1 && report.unreadable[0].contains("0000000000001-save"), "{report:?}");
 }
@@ -279,16 +279,19 @@ fn a_page_is_written_once_and_names_cannot_end_its_script() {
     std::fs::create_dir(&run).unwrap();
     assert_eq!(save_step(&engines(2, 2), &run, 1), [Ok(()); 2]);
     let (place, out) = (run.to_str().unwrap(), dir.path().join("page.html"));
-    let (_, bytes) = report(place, None, None, Some(&out), &Timeout::default()).unwrap();
+    let (_, bytes) = report(place, None, None, &|_| (), Some(&out), &Timeout::default()).unwrap();
     let page = std::fs::read_to_string(&out).unwrap();
     assert_eq!(bytes, Some(page.len()));
     assert!(page.contains("a\\u003cscript>&b") && !page.contains("a<script>&b"));
     assert_eq!(page.matches("</script>").count(), 2);
     assert!(!page.contains("http://") && !page.contains("https://"), "the page asks the network for something");
-    let error = report(place, None, None, Some(&out), &Timeout::default()).unwrap_err();
+    let error = report(place, None, None, &|_| (), Some(&out), &Timeout::default()).unwrap_err();
     assert!(error.kind == Kind::Conflict && error.message.contains("is there already"), "{error}");
     let nowhere = dir.path().join("no/page.html");
-    assert_eq!(report(place, None, None, Some(&nowhere), &Timeout::default()).unwrap_err().kind, Kind::Invalid);
+    assert_eq!(
+        report(place, None, None, &|_| (), Some(&nowhere), &Timeout::default()).unwrap_err().kind,
+        Kind::Invalid
+    );
     assert_eq!(std::fs::read_to_string(&out).unwrap(), page);
 }
 
@@ -459,7 +462,7 @@ fn a_report_of_one_step_counts_in_a_row_as_that_of_the_run() {
         }
     }
     let in_a_row = |step| {
-        let report = report(dir.path().to_str().unwrap(), step, None, None, &Timeout::default()).unwrap().0;
+        let report = report(dir.path().to_str().unwrap(), step, None, &|_| (), None, &Timeout::default()).unwrap().0;
         assert!(report.saves.iter().all(|save| step.is_none_or(|step| save.step == step)));
         let failed = report.saves.into_iter().rev().find(|save| save.step == 3 && !save.verdicts.is_empty()).unwrap();
         failed.verdicts.iter().find(|verdict| verdict.cause == "failed").unwrap().in_a_row

@@ -117,8 +117,13 @@ pub enum Event<'a> {
         /// Number of bytes.
         bytes: u64,
     },
-    /// The program has waited for a save: in its call, or before it could change the state.
+    /// The program has waited in the call of a save.
     Stalled {
+        /// Time that it waited.
+        took: Duration,
+    },
+    /// The program has waited for a save before it could change the state.
+    Waited {
         /// Time that it waited.
         took: Duration,
     },

@@ -169,6 +169,7 @@ impl Observer for Recorder {
             Event::Compared { outcome } => _ = self.replicas.set(outcome),
             Event::Outcome { .. }
             | Event::Stalled { .. }
+            | Event::Waited { .. }
             | Event::AwaitedMemory { .. }
             | Event::Placed { .. }
             | Event::Exchanged { .. }

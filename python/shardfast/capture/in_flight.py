@@ -187,10 +187,10 @@ class Pending:
             self.mind(timeout_s)
         self._pending.committed(None if until is None else max(until - time.monotonic(), 0.0))
 
-    def stalled(self, seconds: float) -> None:
-        """Notes that the program has waited for the save, so that reports tell it."""
+    def stalled(self, seconds: float, *, in_call: bool = True) -> None:
+        """Notes that the program has waited in the save's call, or later to change the state, so that reports tell it."""
         with contextlib.suppress(Error):  # of another process
-            self._pending.stalled(seconds)
+            (self._pending.stalled if in_call else self._pending.waited)(seconds)
 
     def fail(self, error: Exception) -> None:
         """Notes an error after the save, so that the log shows it if :meth:`raised` is not called."""
@@ -284,7 +284,7 @@ class InFlight:
             except Error as error:
                 _log.debug("%s: %s", pending.url, error)
             waited_s = time.perf_counter() - began
-            pending.stalled(waited_s)
+            pending.stalled(waited_s, in_call=False)
             self.waited_s += waited_s
 
     def settled(self, run: str) -> None:
@@ -337,6 +337,7 @@ class InFlight:
             for pending in self._running:
                 pending.over(max(until - time.monotonic(), 0.0))
             native.flush(max(until - time.monotonic(), 0.0))
+            _say_refused()
         finally:
             # An interpreter that ends kills threads that return to it from Rust, which aborts the process.
             self.is_over = True
@@ -363,6 +364,13 @@ class InFlight:
             with self._lock:
                 self._unstaged = tuple(one for one in self._unstaged if one is not pending)
             del pending
+            _say_refused()
+
+
+def _say_refused() -> None:
+    """Logs once that the endpoint of OTLP refuses what is exported, since nobody would look for it there."""
+    if refusal := native.export_refused():
+        _log.warning("what is exported over OTLP does not arrive: %s", refusal)
 
 
 in_flight = InFlight()

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import adapters as frameworks
 from . import levels, native, restoring
-from .capture.background import Background, interpreter_ends
+from .capture.background import Background, expect_open
 from .capture.durations import Durations
 from .capture.in_flight import REST_S, Pending, in_flight
 from .capture.multistep import Ahead
@@ -366,7 +366,7 @@ class Checkpointer:
             self._settle(None)
             self._approach(step, state)
             return False
-        self._expect_open(step)
+        expect_open(self.url, step, self._closed)
         if not is_saved:
             self._save(step, state, metrics)
         if is_last:
@@ -440,7 +440,7 @@ class Checkpointer:
     @_one_at_a_time
     def save(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> None:
         """Saves now, as :meth:`step` does when a save is due."""
-        self._expect_open(step)
+        expect_open(self.url, step, self._closed)
         session = current(self._timeout_s, self._process_group)
         prepared(session, lambda: expect_step(step), self._timeout_s)
         self._begin_at(step)
@@ -456,7 +456,9 @@ class Checkpointer:
         self._count_waits()
         began = time.perf_counter()
         try:
-            self._settle(IN_FLIGHT_MAX - 1)
+            # Memory has room for a whole state and one in the making.
+            is_to_memory = self._memory is not None and self._place == self._memory.place
+            self._settle(0 if is_to_memory else IN_FLIGHT_MAX - 1)
         except Exception:
             # The other ranks begin this save too: they must not wait for a rank that still has an error to raise.
             self._begin(step, state, metrics)
@@ -465,33 +467,30 @@ class Checkpointer:
         self._waited_s = in_flight.waited_s  # those waits are a part of the call
         self._schedule.waited(time.perf_counter() - began)
 
-    def _expect_open(self, step: int) -> None:
-        reason = "this checkpointer is closed"
-        if not self._closed:
-            if not interpreter_ends():
-                return
-            reason = "the interpreter ends, and runs what was registered with atexit: save before the program ends"
-        raise Invalid(f"{self.url}: step {step} cannot be saved: {reason}")
-
     def _begin(self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None) -> None:
         number = self._schedule.save_begun(step)
         url = native.step_url(self._place, step)
         session = current(self._timeout_s, self._process_group)
         self._is_root = session.rank == 0
-        pending = begin(
-            session,
-            self._describer,
-            url,
-            state,
-            step=step,
-            user=lambda: {**noted(metrics, self._keep), **self._schedule.notes()},
-            pickle=self._pickle,
-            prove=self._prove,
-            prove_except=self._prove_except,
-            timeout_s=self._timeout_s,
-            window=self.capture.take,
-            file_bytes_max=None if self._near is None else levels.FILE_BYTES,
-        )
+        try:
+            pending = begin(
+                session,
+                self._describer,
+                url,
+                state,
+                step=step,
+                user=lambda: {**noted(metrics, self._keep), **self._schedule.notes()},
+                pickle=self._pickle,
+                prove=self._prove,
+                prove_except=self._prove_except,
+                timeout_s=self._timeout_s,
+                window=self.capture.take,
+                file_bytes_max=None if self._near is None else levels.FILE_BYTES,
+            )
+        except Error as error:
+            if self._memory is None or not self._memory.absorbs(url, step, error):
+                raise
+            return
         window = pending.window
         if window is None:
             pending.ahead = {"steps": 1, "reason": self.capture.reason}

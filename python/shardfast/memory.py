@@ -13,7 +13,7 @@ from typing import Any
 
 from . import native
 from .capture.background import Background
-from .errors import Conflict, Error, Invalid, Unavailable
+from .errors import Conflict, Error, Exhausted, Invalid, Unavailable
 from .levels import Draining
 from .schedule import Keep, Schedule, Steps
 from .stopping import Stopping
@@ -28,6 +28,9 @@ SILENT_S = 1.0
 
 UNASKED = 20
 """Saves for which such a keeper is not asked again."""
+
+WHOLE = 2
+"""States that memory holds: a whole one and one in the making. Later a save without room is a warning."""
 
 DOMAIN = "SHARDFAST_DOMAIN"
 """The variable that names what this machine fails with, such as its rack."""
@@ -202,6 +205,8 @@ class Memory:
     def absorbs(self, url: str, step: int, error: Exception) -> bool:
         """Whether the failure of a save costs the memory's level alone; says so."""
         self._begun.discard(step)
+        if isinstance(error, Exhausted) and sum(one < step for one in self._begun) < WHOLE:
+            return False  # nor will the memory hold the next one
         is_due = self.every is not None and self.every.due(step)
         if is_due or not url.startswith(self.place) or not isinstance(error, Error) or isinstance(error, Conflict):
             return False

@@ -280,8 +280,8 @@ def _expect_srun() -> None:
     """Refuses a process that a batch script runs without ``srun``: Slurm has several tasks for it, and one runs."""
     if (tasks := tasks_without_step()) > 1:
         raise Invalid(
-            f"SLURM_NTASKS={tasks}: the job has {tasks} tasks, and its batch script has started this process alone: let "
-            "it start the ranks of a training with srun. If this process is a job of its own, set WORLD_SIZE=1"
+            f"SLURM_NTASKS={tasks}: the job has {tasks} tasks, and its batch script has started this process alone: "
+            "let it start the ranks of a training with srun. If this process is a job of its own, set WORLD_SIZE=1"
         )
 
 

@@ -78,13 +78,16 @@ run, last, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 model = nn.Linear(200, rows)
 state = {"model": model, "extra": {"step": 0}}
 ckpt = sf.Checkpointer(
-    run, every=sf.steps(4), memory=sf.steps(1), keep=sf.last(2), drain=os.environ.get("DRAIN")
+    run, every=sf.steps(int(os.environ.get("EVERY", "4"))), memory=sf.steps(1), keep=sf.last(2),
+    drain=os.environ.get("DRAIN"),
 )
 start = ckpt.restore(state)
 if start:
     assert bool((model.weight == start).all()) and state["extra"]["step"] == start, start
 print("restored", start, dict(ckpt.restored.sources) if start else {}, flush=True)
 for step in range(start + 1, last + 1):
+    if "ASKS" in os.environ:
+        input()
     with torch.no_grad():
         model.weight.fill_(step)
         model.bias.fill_(-step)
@@ -197,6 +200,86 @@ def test_a_keeper_that_dies_costs_its_level_alone(run, caplog):
     state = state_of(0)
     assert sf.Checkpointer(run).restore(state) == 8
     expect_state(state, 8)
+
+
+def group_of_memory() -> Path | None:
+    """The control group of this process that bounds memory, of the first version of groups; ``None`` without one."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    found = [Path("/sys/fs/cgroup/memory") / group.lstrip("/") for _, kinds, group in lines if "memory" in kinds]
+    return found[0] if found and os.access(found[0], os.W_OK) else None
+
+
+@pytest.fixture
+def group(run):
+    """A control group of memory, which a training and its keeper are in."""
+    above = group_of_memory()
+    if above is None:
+        pytest.skip("no control group of memory that this user may divide")
+    made = above / f"shardfast-{os.getpid()}"
+    made.mkdir()
+    yield made
+    process = keeper(run)
+    if process is not None:
+        os.kill(process, signal.SIGKILL)
+    wait_until("no process is in the group", lambda: not (made / "cgroup.procs").read_text())
+    made.rmdir()
+
+
+def within(group, *command):
+    """The command, in that group from its begin on."""
+    return ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', group, *command]
+
+
+def begun_within(group, run, last, rows):
+    training = [sys.executable, "-c", TRAINING, run, last, rows]
+    return subprocess.Popen(
+        within(group, *map(str, training)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "EVERY": "1000", "ASKS": "1"},
+    )
+
+
+def test_memory_that_holds_no_two_states_is_refused_at_the_start(run, group):
+    (group / "memory.limit_in_bytes").write_text(f"{1000 << 20}")
+    training = begun_within(group, run, 9, 300000)
+    said, errors = training.communicate("\n" * 9, timeout=240)
+    assert training.returncode == 1, errors[-3000:]
+    assert "shardfast.Exhausted: " in errors and "expected memory for 2" in errors
+    assert "control group allows are in use" in errors and "saved 9" not in said
+    assert steps(run) == []
+
+
+HOG = "import sys; kept = b'x' * int(sys.argv[1]); print(1, flush=True); input()"
+
+
+def test_memory_that_becomes_short_costs_its_level_alone(run, group):
+    (group / "memory.limit_in_bytes").write_text(f"{1600 << 20}")
+    training = begun_within(group, run, 7, 300000)
+    for step in range(1, 4):
+        training.stdin.write("\n")
+        training.stdin.flush()
+        while not training.stdout.readline().startswith(f"saved {step} "):
+            assert training.poll() is None, training.communicate()[1][-3000:]
+    wait_until("it is in memory", lambda: in_memory(run)[-1:] == [3])
+    hog = subprocess.Popen(
+        within(group, sys.executable, "-c", HOG, f"{told('status', run)['free_bytes'] - (100 << 20)}"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert hog.stdout.readline() == "1\n"
+    training.stdin.write("\n\n")
+    training.stdin.flush()
+    for step in (4, 5):
+        assert training.stdout.readline().startswith(f"saved {step} "), training.communicate()[1][-3000:]
+    hog.communicate("\n", timeout=60)
+    _, errors = training.communicate("\n\n", timeout=240)
+    assert training.returncode == 0, errors[-3000:]
+    assert "step 4 is not in memory, and training goes on" in errors and "expected memory for 2" in errors
+    assert "step 7 is not in memory" not in errors and steps(run)[-1] == 7
 
 
 def test_a_keeper_without_users_sends_the_newest_and_ends(run):

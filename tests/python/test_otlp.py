@@ -199,8 +199,8 @@ def test_a_receiver_that_is_stalled_or_full_holds_nothing_up(tmp_path):
 def test_a_server_that_is_no_collector_is_named_once(status, kind, said, tmp_path):
     with Receiver(status, kind) as receiver:
         _, _, log = run_alone(tmp_path / "run", OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url)
-    reason = f"what is exported over OTLP does not arrive: {receiver.url}/v1/traces: {said}; no save waits for it or fails"
-    assert log.splitlines() == [reason]
+    where = f"what is exported over OTLP does not arrive: {receiver.url}/v1/traces"
+    assert log.splitlines() == [f"{where}: {said}; no save waits for it or fails"]
     assert len(list((tmp_path / "run").glob("step-*/COMMIT"))) == 30
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from ..errors import Invalid
+
 Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
@@ -23,6 +25,20 @@ def interpreter_ends() -> bool:
     It waits for threads that are no daemons, which go on after the main thread has returned.
     """
     return runs_atexit() or (threading.current_thread().daemon and not threading.main_thread().is_alive())
+
+
+def expect_open(url: str, step: int, is_closed: bool) -> None:
+    """Refuses a save of a checkpointer that is closed, or of a program that ends.
+
+    Raises:
+        Invalid: Says which of them.
+    """
+    reason = "this checkpointer is closed"
+    if not is_closed:
+        if not interpreter_ends():
+            return
+        reason = "the interpreter ends, and runs what was registered with atexit: save before the program ends"
+    raise Invalid(f"{url}: step {step} cannot be saved: {reason}")
 
 
 class Background:

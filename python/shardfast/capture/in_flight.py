@@ -188,7 +188,7 @@ class Pending:
         self._pending.committed(None if until is None else max(until - time.monotonic(), 0.0))
 
     def stalled(self, seconds: float, *, in_call: bool = True) -> None:
-        """Notes that the program has waited in the save's call, or later to change the state, so that reports tell it."""
+        """Notes that the program has waited in the save's call, or later before it could change the state."""
         with contextlib.suppress(Error):  # of another process
             (self._pending.stalled if in_call else self._pending.waited)(seconds)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import native
 from .capture.background import Background
-from .errors import Cancelled, Conflict, Corrupt, Error, Exhausted, Invalid, Unsupported
+from .errors import Cancelled, Conflict, Corrupt, Error, Exhausted, Invalid, NotFound, Unsupported
 from .schedule import Keep
 
 _log = logging.getLogger("shardfast")
@@ -189,6 +189,8 @@ class Draining:
                     self._overtaken = error
                     return error
                 failure = self._failure = self._refused = error
+            except NotFound as error:
+                _log.warning("%s", error)
             except Error as error:
                 if not isinstance(error, Cancelled):
                     _log.warning("%s; it is tried again with the next save", error)

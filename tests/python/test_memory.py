@@ -118,7 +118,7 @@ def test_a_training_that_is_killed_goes_on_from_memory(run):
     assert re.search(r"restored 7 \{'memory': \d+\}", out), (out, errors)
     assert "ended" in out, errors
     # What every= says and the newest are at the run's own place, and the keeper has ended.
-    assert steps(run) == [8, 9]
+    assert steps(run) == [8, 9], errors
     wait_until("the keeper has ended", lambda: keeper(run) is None)
     state = state_of(0)
     assert sf.Checkpointer(run).restore(state) == 9

@@ -205,7 +205,14 @@ fn keep(url: &str, linger: f64, detached: bool) -> Result<Outcome> {
 fn send(place: &str, url: &str) -> Result<()> {
     let drain = Drain::new(place, url, &Keep::default(), None, TIMEOUT)?;
     if drain.stand_in()? {
-        while drain.next()?.is_some() {}
+        loop {
+            match drain.next() {
+                Ok(Some(_)) => {}
+                Ok(None) => break,
+                Err(error) if error.kind == Kind::NotFound => {} // another program has removed it
+                Err(error) => return Err(error),
+            }
+        }
     }
     drain.expect_run()
 }

@@ -61,9 +61,10 @@ fn of_groups(groups: &str, mounted: &Path) -> Vec<Room> {
             let place = root.join(group);
             let (Some(all), Some(used)) = (number(place.join(limit)), number(place.join(usage))) else { continue };
             let told = read(place.join("memory.stat")).unwrap_or_default();
-            let files = told.lines().find_map(|line| line.strip_prefix("inactive_file ")?.parse::<u64>().ok());
-            // The kernel takes back files' pages that are not in use.
-            rooms.push(Room { all, used: used.saturating_sub(files.unwrap_or(0)) });
+            let of = |name: &str| told.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
+            // The kernel takes back what is in memory of files.
+            let files = ["inactive_file ", "active_file "].iter().filter_map(|name| of(name)).sum();
+            rooms.push(Room { all, used: used.saturating_sub(files) });
         }
     }
     rooms
@@ -83,7 +84,7 @@ mod tests {
         };
         put("job/memory.max", "1000\n");
         put("job/memory.current", "600\n");
-        put("job/memory.stat", "anon 1\ninactive_file 100\n");
+        put("job/memory.stat", "anon 1\ninactive_file 60\nactive_file 40\n");
         put("job/step/memory.max", "max\n");
         put("job/step/memory.current", "5\n");
         let rooms = of_groups("0::/job/step\n", mounted.path());

@@ -284,29 +284,31 @@ impl Drain {
     ///
     /// # Errors
     /// `Conflict` when a newer job saves into the run, or has another checkpoint of that step; `Corrupt` when the
-    /// checkpoint is damaged. That one is not sent any more. The stores' errors, after which it can be tried again.
+    /// checkpoint is damaged; `NotFound` when it was removed. That one is not sent any more. The stores' errors, after
+    /// which it can be tried again.
     pub fn next(&self) -> Result<Option<Sent>> {
         background::take_least();
         within(Some(Arc::clone(&self.interrupt)), || {
-            while let Some(step) = self.first()? {
-                let sent = self.send(step);
-                locked(&self.state).sending = None;
-                match sent {
-                    Ok(sent) => return Ok(Some(sent)),
-                    // Another program has removed it meanwhile.
-                    Err(error) if error.kind == Kind::NotFound => {
+            let Some(step) = self.first()? else { return Ok(None) };
+            let sent = self.send(step);
+            locked(&self.state).sending = None;
+            match sent {
+                Ok(sent) => Ok(Some(sent)),
+                Err(mut error) => {
+                    // Unless another program has removed it meanwhile, it can be found again.
+                    let is_gone = error.kind == Kind::NotFound && !self.is_near(step)?;
+                    if is_gone {
                         locked(&self.state).refused.insert(step);
                         self.clear_begun(step)?;
+                    } else if error.kind == Kind::NotFound {
+                        error.kind = Kind::Unavailable;
                     }
-                    Err(error) => {
-                        if matches!(error.kind, Kind::Conflict | Kind::Corrupt | Kind::Unsupported) {
-                            locked(&self.state).refused.insert(step);
-                        }
-                        return Err(error.within(format_args!("{}: step {step} was not sent", self.run)));
+                    if matches!(error.kind, Kind::Conflict | Kind::Corrupt | Kind::Unsupported) {
+                        locked(&self.state).refused.insert(step);
                     }
+                    Err(error.within(format_args!("{}: step {step} was not sent", self.run)))
                 }
             }
-            Ok(None)
         })
     }
 
@@ -396,6 +398,12 @@ impl Drain {
         drop(rules);
         over.into_iter().try_for_each(|step| self.clear_begun(step))?;
         Ok(first)
+    }
+
+    /// Returns whether the nearer place has that step.
+    fn is_near(&self, step: u64) -> Result<bool> {
+        let commit = format!("{}/{COMMIT}", step_dir(step));
+        files_exist::is_there(&*self.store(&self.near)?, &commit, self.engine.timeout())
     }
 
     /// Looks at the run's own place for the first time; returns its newest step.

@@ -67,9 +67,9 @@ def _telemetry(found: dict[str, Any]) -> list[Row]:
 
 
 def _stops(found: dict[str, Any]) -> list[Row]:
-    step, beyond, restart = (found[name]["median"] for name in ("ratios", "beyond_ms", "restart_ms"))
+    step, beyond, restart = (found[name]["median"] for name in ("longer", "beyond_ms", "restart_ms"))
     return [
-        ("step with on_signal", "1.002 of without", f"{step:.4f}", step <= 1.002),
+        ("step with on_signal", "1.002 of without", f"{step:.5f}", step <= 1.002),
         ("stop beyond step and save", "50 ms", f"{beyond:.1f} ms", beyond <= 50),
         ("restore and first step, of nothing", "300 ms", f"{restart:.0f} ms", restart <= 300),
     ]

@@ -28,19 +28,30 @@ STEP_S = 5e-3
 
 def measure(settings: Settings) -> Figures:
     settings = replace(settings, processes=PROCESSES)
-    steps, beyond = run(_worker, settings)
+    steps, calls, beyond = run(_worker, settings)
     restarts = [run(_restarted, settings) for _ in range(1 if settings.quick else RESTARTS)]
     ratios = ratio(steps[ON], steps[OFF])
+    # Steps of ranks that share cores differ by more than the call takes: what it adds is looked for in itself.
+    added = [on - off for on, off in zip(calls[ON], calls[OFF], strict=True)]
+    longer = [1 + one / median(steps[OFF]) for one in added]
     rows = [[mode, f"{1e3 * median(steps[mode]):.4f} ms"] for mode in (OFF, ON)]
     rows.append(["with, of without", f"{median(ratios):.4f} {spread(ratios, 4)}"])
+    rows += [[f"Checkpointer.step, {mode}", f"{1e6 * median(calls[mode]):.2f} us"] for mode in (OFF, ON)]
+    rows.append(["a step with what that adds, of without", f"{median(longer):.5f} {spread(longer, 5)}"])
     rows.append(["from the signal, beyond step and save", f"{median(beyond):.1f} ms, at most {max(beyond):.1f}"])
     rows.append(["restore and first step, of nothing", f"{median(restarts):.0f} ms {spread(restarts, 0)}"])
     table(f"{PROCESSES} ranks, {len(ratios)} blocks of {BLOCK} steps, {len(beyond)} stops", ("", ""), rows)
     shutil.rmtree(settings.where / "restarts", ignore_errors=True)
-    return {"ratios": summary(ratios), "beyond_ms": summary(beyond), "restart_ms": summary(restarts)}
+    return {
+        "ratios": summary(ratios),
+        "longer": summary(longer),
+        "beyond_ms": summary(beyond),
+        "restart_ms": summary(restarts),
+    }
 
 
-def _worker(settings: Settings) -> tuple[dict[str, list[float]], list[float]]:
+def _worker(settings: Settings) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float]]:
+    """Seconds of a step and of the call in it, by block, and milliseconds of each stop."""
     state = {"model": {"w": torch.ones(1000)}}
     place = settings.where / "stops"
     kept = {
@@ -48,21 +59,27 @@ def _worker(settings: Settings) -> tuple[dict[str, list[float]], list[float]]:
         ON: sf.Checkpointer(place / "on", every=sf.steps(10**9), on_signal="SIGUSR1"),
     }
     steps: dict[str, list[float]] = {OFF: [], ON: []}
+    calls: dict[str, list[float]] = {OFF: [], ON: []}
     made = 0
     for number in range((200 if settings.quick else STEPS) // BLOCK):
         for mode in turned([OFF, ON], number):
             torch.distributed.barrier()
-            began = time.perf_counter()
+            in_call, began = [], time.perf_counter()
             for _ in range(BLOCK):
                 torch.distributed.all_reduce(torch.ones(1000))
                 made += 1
+                called = time.perf_counter()
                 kept[mode].step(made, state)
+                in_call.append(time.perf_counter() - called)
             steps[mode].append((time.perf_counter() - began) / BLOCK)
+            # Without the times in which another rank had the core.
+            calls[mode].append(median(in_call))
     for ckpt in kept.values():
         ckpt.close()
     beyond = [_stopped(place / f"{number}", state, number) for number in range(3 if settings.quick else STOPS)]
     remove(place)
-    return {mode: of[1:] for mode, of in steps.items()}, beyond[1:]
+    without_first = [{mode: of[1:] for mode, of in times.items()} for times in (steps, calls)]
+    return *without_first, beyond[1:]
 
 
 def _restarted(settings: Settings) -> float:

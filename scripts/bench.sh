@@ -15,8 +15,9 @@ rm -rf target/bench-wheels
 wheels=(target/bench-wheels/shardfast-*.whl)
 
 wheel=$(digest <"${wheels[0]}")
+# As pip leaves it: without, each process would compile the package.
 if ! is_stamped "$venv" wheel "$wheel"; then
-    .venv/bin/uv pip install --quiet --python "$venv/bin/python" --no-deps --reinstall "${wheels[0]}"
+    .venv/bin/uv pip install --quiet --compile-bytecode --python "$venv/bin/python" --no-deps --reinstall "${wheels[0]}"
     echo "$wheel" >"$venv/wheel.stamp"
 fi
 # The measures with Megatron-Core, DeepSpeed, trainers and loaders run in the environments that scripts/megatron.sh

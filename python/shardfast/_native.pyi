@@ -569,6 +569,7 @@ def meet_keepers(
     *,
     linger_s: float,
     copies: int,
+    rate: int | None,
     domain: str | None,
     timeout_s: float,
 ) -> Keepers:

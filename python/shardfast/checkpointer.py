@@ -381,8 +381,7 @@ class Checkpointer:
     def _is_last(self, step: int) -> bool:
         """Whether the ranks agree to stop after this step, since one was told to."""
         assert self._told is not None
-        session = current(self._timeout_s, self._process_group)
-        if self.stopping or not self._told.passed(session, self._timeout_s):
+        if self.stopping or not self._told.passed(self._timeout_s, self._process_group):
             return False
         self._told.say(self.url, step, self.report)
         if self._memory is not None:

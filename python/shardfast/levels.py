@@ -29,12 +29,12 @@ _UNITS = {
 _RATE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})/s")
 
 
-def rate_of(drain: str | None) -> int | None:
-    """The bytes per second that a text such as ``"1GB/s"`` allows."""
-    found = _RATE.fullmatch(drain) if isinstance(drain, str) else None
+def rate_of(rate: str | None, name: str = "drain") -> int | None:
+    """The bytes per second that a text such as ``"1GB/s"`` allows, which ``name`` was given."""
+    found = _RATE.fullmatch(rate) if isinstance(rate, str) else None
     bytes_a_second = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if drain is not None and not 0 < bytes_a_second < 2**63:
-        raise Invalid(f"drain={drain!r}: expected a rate, such as '1GB/s' or '500MiB/s'")
+    if rate is not None and not 0 < bytes_a_second < 2**63:
+        raise Invalid(f"{name}={rate!r}: expected a rate, such as '1GB/s' or '500MiB/s'")
     return bytes_a_second or None
 
 

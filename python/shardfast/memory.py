@@ -14,7 +14,7 @@ from typing import Any
 from . import native
 from .capture.background import Background
 from .errors import Conflict, Error, Exhausted, Invalid, Unavailable
-from .levels import Draining
+from .levels import Draining, rate_of
 from .schedule import Keep, Schedule, Steps
 from .stopping import Stopping
 
@@ -41,17 +41,22 @@ class Copies:
     """Files in memory that other machines have, too, so that so many machines may be lost at once."""
 
     count: int
+    rate: int | None = None
 
 
-def copies(count: int) -> Copies:
+def copies(count: int, rate: str | None = None) -> Copies:
     """Asks for so many copies of what is in a machine's memory, in that of others, by ``Checkpointer(peers=…)``.
 
+    Args:
+        count: Number of other machines that have each file.
+        rate: Bytes that a machine sends in a second at most, such as ``"1GB/s"``; no bound unless it is given.
+
     Raises:
-        Invalid: ``count`` is no positive whole number.
+        Invalid: ``count`` is no positive whole number, or ``rate`` is no rate.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise Invalid(f"copies({count!r}): expected a positive whole number")
-    return Copies(count)
+    return Copies(count, rate_of(rate, "rate"))
 
 
 class Both(Schedule):
@@ -131,6 +136,7 @@ class Memory:
             self.url,
             linger_s=LINGER_S,
             copies=0 if self._peers is None else self._peers.count,
+            rate=None if self._peers is None else self._peers.rate,
             domain=os.environ.get(DOMAIN, "").strip() or None,
             timeout_s=timeout_s,
         )

@@ -11,6 +11,9 @@ from .verbs import expect_step
 
 _log = logging.getLogger("shardfast")
 
+PEER = "peer "
+"""How the sources of a checkpoint begin that are other machines' memory."""
+
 
 def expect_asked(step: int, older: bool) -> None:
     """Refuses a step that is none, and one beside ``older``."""
@@ -50,13 +53,18 @@ def open_step(
 
 def is_near_alone(checkpoint: native.Checkpoint) -> bool:
     """Whether it lies on the local disk or in memory, and not yet at the run's own place."""
-    return [name for name, _ in checkpoint.sources()] in (["local"], ["memory"])
+    return levels_of(checkpoint) in (["local"], ["memory"])
+
+
+def levels_of(checkpoint: native.Checkpoint) -> list[str]:
+    """The places where it lies, the nearest first, without the machines that have it in memory."""
+    return [name for name, _ in checkpoint.sources() if not name.startswith(PEER)]
 
 
 def pass_over(checkpoint: native.Checkpoint, error: Error, lost: list[str] | None) -> list[str]:
     """Logs that a checkpoint is passed over. Returns it with those before it, if memory alone had all, else nothing."""
     _log.warning("passed over %s: %s", checkpoint.url, error)
-    is_lost = lost is not None and [name for name, _ in checkpoint.sources()] == ["memory"]
+    is_lost = lost is not None and levels_of(checkpoint) == ["memory"]
     return [*(lost or []), f"{checkpoint.url}: {error}"] if is_lost else []
 
 

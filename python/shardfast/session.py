@@ -193,6 +193,14 @@ def _is_group(process_group: Any) -> bool:
     return is_other or isinstance(process_group, distributed.ProcessGroup)
 
 
+def group_of(process_group: Any = None) -> Any:
+    """The process group of the job, ``None`` without one: with another one the job is another one, too."""
+    if process_group is not None:
+        return process_group
+    distributed = sys.modules.get("torch.distributed")
+    return getattr(getattr(distributed, "group", None), "WORLD", None)
+
+
 def met(process_group: Any = None) -> Session | None:
     """The session that :func:`current` returns, if the ranks have met or there is one process alone. Raises nothing."""
     with contextlib.suppress(Error):

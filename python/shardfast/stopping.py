@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 from . import adapters, interval, native
 from .errors import Error, Invalid
+from .session import current, group_of
 
 _log = logging.getLogger("shardfast")
 
@@ -116,6 +118,10 @@ def seconds_of(within: Any) -> float | Path | None:
     return float(within)
 
 
+handler_of: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+"""The handler of a signal, without the search for an enum of it that takes most of ``signal.getsignal``."""
+
+
 class Told:
     """The signals of one checkpointer, and the agreement of the ranks behind them.
 
@@ -135,6 +141,7 @@ class Told:
         self._within, self._process = within, os.getpid()
         self._at: float | None = None
         self._session: native.Session | None = None
+        self._job: Any = None
         self._agreement: native.Stopping | None = None
         self._said = self._is_handling = self._has_stopped = False
         self._before: dict[int, Any] = {}
@@ -143,8 +150,10 @@ class Told:
         if threading.current_thread() is not threading.main_thread():
             names = ", ".join(one.name for one in signals)
             raise Invalid(f"on_signal={names}: Python sets handlers of signals in the main thread: make it there")
-        for number in signals:
-            self._before[number] = signal.signal(number, self._handle)
+        # One object, and plain numbers: each step looks whether the handlers are still these.
+        self._mine, self._numbers = self._handle, tuple(map(int, signals))
+        for number in self._numbers:
+            self._before[number] = signal.signal(number, self._mine)
         _told.add(self)
         if came := _untaken.intersection(signals):
             _untaken.difference_update(came)
@@ -174,22 +183,25 @@ class Told:
 
     def _take_again(self) -> None:
         """Puts this handler in front of one that was set later, such as that of a trainer."""
-        for number in self._before:
-            found = signal.getsignal(number)
-            if found != self._handle and threading.current_thread() is threading.main_thread():
-                self._before[number] = signal.signal(number, self._handle)
+        for number in self._numbers:
+            if handler_of(number) is not self._mine and threading.current_thread() is threading.main_thread():
+                self._before[number] = signal.signal(number, self._mine)
 
     def _tell(self) -> None:
         if self._agreement is not None:
             with contextlib.suppress(Error):  # a process without threads left is told again by its next step
                 self._agreement.tell()
 
-    def passed(self, session: native.Session, timeout_s: float) -> bool:
+    def passed(self, timeout_s: float, process_group: Any = None) -> bool:
         """Counts a step of the training; whether all ranks stop after it."""
-        if self._session is not session:
-            if self._agreement is not None:
-                self._agreement.end()
-            self._session, self._agreement = session, native.Stopping(session, timeout_s)
+        job = group_of(process_group)
+        if self._session is None or job is not self._job or os.getpid() != self._process:
+            session = current(timeout_s, process_group)
+            if self._session is not session:
+                if self._agreement is not None:
+                    self._agreement.end()
+                self._session, self._agreement = session, native.Stopping(session, timeout_s)
+            self._job = job
         self._take_again()
         if self._at is not None:
             self._tell()
@@ -262,7 +274,7 @@ class Told:
             )
         for number, before in self._before.items():
             with contextlib.suppress(ValueError):  # not the main thread
-                if signal.getsignal(number) != self._handle:
+                if handler_of(number) is not self._mine:
                     continue
                 if callable(before) or before == signal.SIG_IGN or not self._has_stopped:
                     signal.signal(number, signal.SIG_DFL if before is None else before)

@@ -469,6 +469,13 @@ def test_bad_input_is_refused(run, tmp_path):
     ):
         with pytest.raises(sf.Invalid, match=message):
             sf.Checkpointer(run, **options)
+    for arguments, message in (
+        ((0,), r"copies\(0\): expected a positive whole number"),
+        ((1, "fast"), "rate='fast': expected a rate, such as '1GB/s'"),
+        ((1, 5), "rate=5: expected a rate"),
+    ):
+        with pytest.raises(sf.Invalid, match=message):
+            sf.copies(*arguments)
     assert keeper(run) is None
 
 

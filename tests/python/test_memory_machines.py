@@ -1,5 +1,6 @@
 """A run that is saved in the memory of several machines, some of which are lost."""
 
+import ast
 import json
 import os
 import re
@@ -194,6 +195,10 @@ def test_ranks_that_are_killed_go_on_from_the_memory_of_their_machines(tmp_path)
         job.begin([2, 0, 1], 5, copies=0)
         said = job.expect("restored .*")
         assert all(line.startswith("restored 3 {'memory': ") for line in said), said
+        for rank, line in enumerate(said):
+            # Each reads what it has saved from the machine where it was.
+            sources = ast.literal_eval(line.removeprefix("restored 3 "))
+            assert sources[f"peer {job.machines.address(rank)}"] >= 2 * 1_200_000 > sources["memory"], (rank, sources)
         job.ended()
         assert steps(job.run) == [5]
         until = time.monotonic() + DEADLINE_S

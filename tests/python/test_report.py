@@ -75,6 +75,10 @@ def test_every_save_and_load_of_a_run_is_reported_with_all_ranks(ranks, tmp_path
     assert report["saves"][0]["files"] == len(list(Path(run, "step-00000001").rglob("*/*-*.safetensors")))
     bytes_of = sum(path.stat().st_size for path in Path(run, "step-00000001").rglob("*") if path.is_file())
     assert bytes_of <= report["saves"][0]["bytes"] < 1.1 * bytes_of  # direct I/O writes whole blocks
+    wasted = [save["wasted"] for save in reported(run, "--mtbf", "1h")["saves"] if "wasted" in save]
+    assert len(wasted) == 2 and all(0 < one["best_waste"] <= one["waste"] for one in wasted), wasted
+    assert "\ntime lost: " in command(run, "--mtbf", "1h").stdout and "time lost" not in command(run).stdout
+    assert "cannot be used with" in command(run, "--mtbf", "1h", "--csv").stderr
     text = subprocess.run([COMMAND, "report", run], check=True, capture_output=True, text=True).stdout
     assert text.startswith(f"run {run}: 3 saves, 1 load; the median save is durable after ")
 

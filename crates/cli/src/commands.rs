@@ -86,10 +86,7 @@ pub(crate) fn run(
         Command::Report { url, step, out, trace: None, storage, mtbf, .. } => {
             report_command(&url, step, storage.as_deref(), out, mtbf, timeout)
         }
-        Command::Report { url, step, trace: Some(out), .. } => {
-            let (report, bytes): (RunReport, u64) = shardfast_telemetry::trace(&url, step, &out, timeout)?;
-            Ok(outcome(report::text(&report) + &wrote(&out, bytes), &report, FINE))
-        }
+        Command::Report { url, step, trace: Some(out), .. } => trace_command(&url, step, &out, timeout),
         Command::Top { target, every, once, storage } => top::run(&target, every, once, storage.as_deref(), timeout),
         Command::Watch(asked) => watch_command(&asked, is_json, timeout),
         Command::Rewind { url, to } => {
@@ -116,10 +113,7 @@ pub(crate) fn run(
             drop(progress);
             Ok(outcome(describe::swept(&swept, dry_run), &Sweeping { dry_run, swept: &swept }, FINE))
         }
-        Command::Interval(asked) => {
-            let answer = interval::answer(&asked)?;
-            Ok(outcome(answer.text(), &answer, FINE))
-        }
+        Command::Interval(asked) => interval::answer(&asked).map(|answer| outcome(answer.text(), &answer, FINE)),
         Command::Keeper { asked } => keeper::run(asked, me),
         Command::Doctor { path } => {
             let report = Report::new(&examine(&path)?, host());
@@ -142,6 +136,12 @@ fn watch_command(asked: &Watching, is_json: bool, timeout: &Timeout) -> Result<O
 fn csv_command(url: &str, step: Option<u64>, timeout: &Timeout) -> Result<Outcome> {
     let text = shardfast_telemetry::csv(url, step, timeout)?;
     Ok(Outcome { text, json: String::new(), exit_code: FINE })
+}
+
+/// Writes a trace for Perfetto.
+fn trace_command(url: &str, step: Option<u64>, out: &Path, timeout: &Timeout) -> Result<Outcome> {
+    let (report, bytes): (RunReport, u64) = shardfast_telemetry::trace(url, step, out, timeout)?;
+    Ok(outcome(report::text(&report) + &wrote(out, bytes), &report, FINE))
 }
 
 fn report_command(

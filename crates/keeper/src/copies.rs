@@ -13,7 +13,8 @@ use std::collections::HashSet;
 use std::io;
 use std::net::TcpStream;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crc_fast::{CrcAlgorithm, Digest};
 use rustix::io::{Errno, pread, pwrite, retry_on_intr};
@@ -162,7 +163,7 @@ impl Wanted {
     /// Returns how many other machines are to have it.
     fn asked(&self, table: &Table) -> usize {
         let count = table.others().count();
-        if self.is_file() { table.copies.min(count) } else { count }
+        if self.is_file() { count.min(table.copies.count as usize) } else { count }
     }
 
     /// Copies it to those of `can_take` that are to have it, if this machine is the one that does; returns whether
@@ -227,7 +228,12 @@ fn send(table: &Table, at: usize, name: &str, memory: &Memory) -> Result<(), Fai
     let (_, link) = table.call(at, &Request::Replica { name, bytes }, &[])?;
     let sent = || -> io::Result<Option<Answer>> {
         let (mut piece, mut done, mut crc) = (vec![0; PIECE_BYTES], 0, Digest::new(CrcAlgorithm::Crc64Nvme));
+        let began = Instant::now();
         while done < memory.bytes {
+            if let Some(rate) = table.copies.rate {
+                let due = Duration::from_secs_f64(done as f64 / rate.max(1) as f64);
+                thread::sleep(due.saturating_sub(began.elapsed()));
+            }
             let bytes = piece.len().min((memory.bytes - done) as usize);
             let read = retry_on_intr(|| pread(memory.descriptor(), &mut piece[..bytes], done))?;
             if read == 0 {

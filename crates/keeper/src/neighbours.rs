@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use shardfast_store::Kind;
-use shardfast_store::keeper::wire::{self, Answer, Carrier, Key, Machine, Request};
+use shardfast_store::keeper::wire::{self, Answer, Carrier, Copies, Key, Machine, Request};
 
 use crate::proof;
 
@@ -35,7 +35,7 @@ pub(crate) struct Neighbours(Mutex<Arc<Table>>);
 pub(crate) struct Table {
     pub(crate) key: Key,
     pub(crate) me: usize,
-    pub(crate) copies: usize,
+    pub(crate) copies: Copies,
     machines: Vec<Machine>,
     /// Machines whose keepers have ended.
     ended: Vec<bool>,
@@ -61,7 +61,7 @@ impl Neighbours {
     }
 
     /// Takes the machines of the job; returns whether they are others than before.
-    pub(crate) fn set(&self, machines: Vec<Machine>, me: usize, copies: usize) -> bool {
+    pub(crate) fn set(&self, machines: Vec<Machine>, me: usize, copies: Copies) -> bool {
         let mut table = self.lock();
         if table.machines == machines && table.me == me && table.copies == copies && !table.ended.contains(&true) {
             return false;

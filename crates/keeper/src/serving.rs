@@ -183,7 +183,7 @@ impl Served {
             Request::Open { name, past } => self.open(name, past),
             Request::Meet { host, ports, key } => self.meet(&host, ports, key),
             Request::Neighbours { machines, me, copies } => {
-                if self.neighbours.set(machines, me as usize, copies as usize) {
+                if self.neighbours.set(machines, me as usize, copies) {
                     let table = self.neighbours.table();
                     table.ask_all(&Request::Joined { me }, &[]);
                     self.copies.wake();
@@ -565,7 +565,7 @@ impl Served {
             free_bytes: self.free_bytes(Room::now()),
             users: self.users.count() as u64,
             neighbours: table.others().map(|at| table.address(at).to_owned()).collect(),
-            copies: table.copies as u32,
+            copies: table.copies.count,
             uncopied: self.copies.missing(),
             leaves: self.users.leaves(),
             linger_s: self.linger.as_secs(),

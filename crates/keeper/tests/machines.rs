@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 use shardfast_keeper::{Keeper, Status};
-use shardfast_store::keeper::wire::{self, Answer, Machine, Request, Role};
+use shardfast_store::keeper::wire::{self, Answer, Copies, Machine, Request, Role};
 use shardfast_store::keeper::{join_machines, leave, leave_all, meet, status, uncopied};
 use shardfast_store::testing::conformance;
 use shardfast_store::{Kind, Store, open};
@@ -47,7 +47,11 @@ impl Cluster {
     }
 
     fn join(&self, at: usize, copies: u32) {
-        join_machines(&self.names[at], &self.machines, at as u32, copies).unwrap();
+        self.join_at(at, copies, None);
+    }
+
+    fn join_at(&self, at: usize, count: u32, rate: Option<u64>) {
+        join_machines(&self.names[at], &self.machines, at as u32, Copies { count, rate }).unwrap();
     }
 
     fn store(&self, at: usize, run: &str) -> Arc<dyn Store> {
@@ -115,6 +119,20 @@ fn copies_go_to_other_domains_and_serve_in_place_of_the_first() {
     leave(&cluster.names[0]).unwrap();
     wait_until("it has ended", || cluster.status(1).neighbours.len() == 1);
     assert_eq!(cluster.store(1, "step").read("x/file", u64::MAX).unwrap(), bytes);
+}
+
+#[test]
+fn copies_are_sent_at_the_rate_that_was_asked_for() {
+    let cluster = Cluster::begin(&["a", "b"], 1);
+    (0..2).for_each(|at| cluster.join_at(at, 1, Some(4 << 20)));
+    let bytes = vec![5; 6 << 20];
+    conformance::write_object(&*cluster.store(0, "step"), "file", &bytes).unwrap();
+    let began = Instant::now();
+    cluster.store(0, "step").publish("COMMIT", b"done").unwrap();
+    wait_until("all is copied", || cluster.status(0).uncopied == Some(0) && cluster.status(1).bytes > 6 << 20);
+    // The last of six pieces is due after 1.25 s.
+    assert!(began.elapsed() > Duration::from_millis(1200), "{:?}", began.elapsed());
+    assert_eq!(cluster.store(1, "step").read("file", u64::MAX).unwrap(), bytes);
 }
 
 #[test]
@@ -211,7 +229,7 @@ fn a_machine_that_is_silent_fails_what_it_may_have() {
     // A table with a machine at which nothing listens.
     let mut machines = cluster.machines.clone();
     machines.push(Machine { address: "127.0.0.1:1".into(), domain: "c".into() });
-    join_machines(&cluster.names[0], &machines, 0, 0).unwrap();
+    join_machines(&cluster.names[0], &machines, 0, Copies::default()).unwrap();
     for failed in [store.list("").err(), store.open("two").err(), store.publish("three", b"3").err()] {
         let error = failed.unwrap();
         assert!(error.kind == Kind::Unavailable && error.message.contains("127.0.0.1:1"), "{error}");
@@ -235,7 +253,7 @@ fn what_does_not_prove_is_read_again_from_another_machine() {
     let cluster = Cluster::begin(&["a", "b", "c"], 0);
     // Two machines have other bytes under one name, as after damage.
 
-    (0..3).for_each(|at| join_machines(&cluster.names[at], &[], 0, 0).unwrap());
+    (0..3).for_each(|at| join_machines(&cluster.names[at], &[], 0, Copies::default()).unwrap());
     for (at, byte) in [(0, 1), (1, 2)] {
         conformance::write_object(&*cluster.store(at, ""), "one", &[byte; 5000]).unwrap();
     }

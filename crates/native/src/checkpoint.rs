@@ -152,8 +152,7 @@ impl Checkpoint {
 
     /// Returns the bytes that this rank has read from each level on which the checkpoint lies, by its name.
     fn sources(&self) -> PyResult<Vec<(String, u64)>> {
-        let sources = self.checkpoint.get()?.files.sources();
-        Ok(sources.into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect())
+        Ok(self.checkpoint.get()?.files.sources())
     }
 
     /// Notes that the load has failed on this rank with this kind and message; does nothing if it has ended.

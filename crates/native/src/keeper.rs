@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use shardfast_tools::neighbours;
+use shardfast_tools::neighbours::{self, Copies};
 
 use crate::errors::raise;
 use crate::interrupt::interruptible;
@@ -34,10 +34,10 @@ pub(crate) struct Keepers {
 }
 
 /// Starts the keeper of a run on each machine, unless one runs, and has them meet; each ends when it was not used for
-/// `linger_s` seconds. Each file has `copies` on machines of other domains. Every rank must call it, as a part of that
-/// `call`.
+/// `linger_s` seconds. Each file has `copies` on machines of other domains, which are sent at `rate` bytes a second at
+/// most. Every rank must call it, as a part of that `call`.
 #[pyfunction]
-#[pyo3(signature = (session, call, url, *, linger_s, copies, domain, timeout_s))]
+#[pyo3(signature = (session, call, url, *, linger_s, copies, rate, domain, timeout_s))]
 #[allow(clippy::too_many_arguments)] // keywords of Python
 pub(crate) fn meet_keepers(
     py: Python<'_>,
@@ -46,10 +46,12 @@ pub(crate) fn meet_keepers(
     url: &str,
     linger_s: f64,
     copies: u32,
+    rate: Option<u64>,
     domain: Option<String>,
     timeout_s: f64,
 ) -> PyResult<Keepers> {
     let (me, linger, within) = (command(py)?, seconds(linger_s)?, seconds(timeout_s)?);
+    let copies = Copies { count: copies, rate };
     let (engine, start) = (session.engine()?, || shardfast_cli::start_keeper(url, linger, &me).map(drop));
     let machines =
         interruptible(py, || neighbours::meet(engine, (call, url), (copies, domain.as_deref()), start, within))?;

@@ -23,7 +23,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use self::reader::Opened;
-use self::wire::{Answer, Carrier, Key, Machine, Request, Role};
+use self::wire::{Answer, Carrier, Copies, Key, Machine, Request, Role};
 use crate::disk::Errno;
 use crate::observe::{Action, Reports};
 use crate::place::{Url, join};
@@ -118,12 +118,12 @@ pub fn meet(name: &str, host: &str, ports: (u16, u16), key: Key) -> Result<Strin
     }
 }
 
-/// Makes the keeper of this user and name one of these machines', the one with the number `me`; each file is copied to
-/// so many others.
+/// Makes the keeper of this user and name one of these machines', the one with the number `me`, with copies of its
+/// files on others.
 ///
 /// # Errors
 /// As [`status`].
-pub fn join_machines(name: &str, machines: &[Machine], me: u32, copies: u32) -> Result<()> {
+pub fn join_machines(name: &str, machines: &[Machine], me: u32, copies: Copies) -> Result<()> {
     ask(name, &Request::Neighbours { machines: machines.to_vec(), me, copies }).map(drop)
 }
 

@@ -336,6 +336,9 @@ pub trait ObjectReader: Send + Sync {
     /// As [`read_at`](Self::read_at).
     fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()>;
 
+    /// Returns the other machine whose memory the object is read from; `None` for any other place.
+    fn host(&self) -> Option<&str>;
+
     /// Reads a range like [`read_at`](Self::read_at) again after damage: in another way if there is one, from the
     /// medium.
     ///

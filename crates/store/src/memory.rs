@@ -247,6 +247,10 @@ impl ObjectReader for MemoryReader {
         self.contents.len() as u64
     }
 
+    fn host(&self) -> Option<&str> {
+        None
+    }
+
     fn page_cache(&self) -> Option<&dyn PageCache> {
         Some(self)
     }

@@ -40,6 +40,10 @@ impl ObjectWriter for Writer {
 #[rustfmt::skip]
 impl ObjectReader for Reader {
     fn bytes(&self) -> u64 { self.0.bytes() }
+    fn host(&self) -> Option<&str> {
+        None
+    }
+
     fn page_cache(&self) -> Option<&dyn PageCache> { self.0.page_cache() }
     fn read_ranges(&self, ranges: &mut [(u64, &mut [u8])]) -> Result<()> { self.0.read_ranges(ranges) }
     fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> { self.0.read_at(at, buf) }

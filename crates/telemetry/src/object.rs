@@ -173,8 +173,6 @@ impl Collected {
             let text = note(name)?;
             text.parse::<u64>().map_err(|_| corrupt(format!("{name}: expected a number, found {text:?}")))
         };
-        // Records of the first versions have none of these notes.
-        let added = |name: &str| columns.notes.get(&format!("shardfast.{name}")).map(String::as_str);
         let word = note("verb")?;
         let verb = verb(word).ok_or_else(|| corrupt(format!("verb: expected save or load, found {word:?}")))?;
         for (name, expected) in [
@@ -249,10 +247,8 @@ impl Collected {
             step: number("step")?,
             began_unix_ms: number("began_unix_ms")?,
             writer: note("writer")?.to_owned(),
-            waited_us: parsed(added("waited_us").unwrap_or("0"))
-                .ok_or_else(|| corrupt("waited_us: no number".to_owned()))?,
-            clocks_ms: parsed(added("clocks_ms").unwrap_or("{}"))
-                .ok_or_else(|| corrupt("clocks_ms: no map".to_owned()))?,
+            waited_us: number_of(&columns, what, "waited_us", "0")?,
+            clocks_ms: number_of(&columns, what, "clocks_ms", "{}")?,
             missing: parsed(note("missing")?).ok_or_else(|| corrupt("missing: no list".to_owned()))?,
             told: Told::take(what, &columns, rows)?,
             ranks: (0..rows).map(digest).collect(),
@@ -274,6 +270,12 @@ impl Collected {
     pub(crate) fn said(&self) -> impl Iterator<Item = &Digest> {
         self.ranks.iter().flatten()
     }
+}
+
+/// Returns the numbers of a note that records of the first versions do not have: those of `otherwise` in its place.
+fn number_of<T: serde::de::DeserializeOwned>(columns: &Columns, what: &str, name: &str, otherwise: &str) -> Result<T> {
+    let text = columns.notes.get(&format!("shardfast.{name}")).map_or(otherwise, String::as_str);
+    serde_json::from_str(text).map_err(|_| Error::corrupt(format!("{what}: {name}: expected numbers, found {text:?}")))
 }
 
 /// Returns by how much clocks of ranks are ahead of rank 0's: all learn at the same time that they agree.

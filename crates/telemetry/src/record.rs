@@ -209,7 +209,7 @@ impl Record {
         (self.failures.load(Relaxed), Duration::from_nanos(self.paused_ns.load(Relaxed)))
     }
 
-    /// Returns the time that the program has waited for the operation, in its call and before it could change the state.
+    /// Returns the time that the program has waited, in the operation's call and before it could change the state.
     pub(crate) fn stalled(&self) -> Duration {
         Duration::from_nanos(self.stalled_ns.load(Relaxed)) + self.waited()
     }

@@ -57,8 +57,7 @@ pub struct Operation {
     pub world: Option<usize>,
     /// Ranks that sent no digest.
     pub not_reporting: Vec<usize>,
-    /// Milliseconds by which clocks of ranks were ahead of rank 0's when they agreed; only those that differ by a second
-    /// or more.
+    /// Milliseconds by which clocks of ranks were ahead of rank 0's when they agreed; those that differ by a second.
     pub clocks_ms: BTreeMap<u32, i64>,
     /// Machine of each rank; `None` for a rank that sent no digest.
     pub machines: Vec<Option<Arc<str>>>,

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shardfast_engine::{Engine, Job, jobs};
+pub use shardfast_store::keeper::wire::Copies;
 use shardfast_store::keeper::wire::{Key, Machine};
 use shardfast_store::keeper::{join_machines, meet as listen};
 use shardfast_transfer::error::{Error, Result};
@@ -43,7 +44,7 @@ struct Table {
     key: Key,
     machines: Vec<Machine>,
     me: u32,
-    copies: u32,
+    copies: Copies,
 }
 
 /// Place of a rank among the machines.
@@ -71,7 +72,7 @@ struct Answer {
 }
 
 /// Starts the keeper of each machine with `start`, unless it runs, and has them meet for the run at `url`, each file
-/// with so many `copies` on machines of other domains. `call` is the name of the verb. Every rank must call it.
+/// with `copies` on machines of other domains. `call` is the name of the verb. Every rank must call it.
 ///
 /// # Errors
 /// The same on every rank: `Invalid` with fewer machines, or domains, than the copies need; the keepers' errors; the
@@ -79,7 +80,7 @@ struct Answer {
 pub fn meet(
     engine: &Arc<Engine>,
     (call, url): (&str, &str),
-    (copies, domain): (u32, Option<&str>),
+    (copies, domain): (Copies, Option<&str>),
     start: impl FnOnce() -> Result<()>,
     deadline: Duration,
 ) -> Result<Machines> {
@@ -99,7 +100,7 @@ pub fn meet(
         None => Ok(None),
     };
     let table = |offers: Vec<Option<Offer>>| {
-        expect_copies(url, machines, copies, &offers)?;
+        expect_copies(url, machines, copies.count, &offers)?;
         let newest = newest(engine, url, &offers, deadline)?;
         let all: Vec<Machine> = offers.iter().flatten().map(|offer| offer.machine.clone()).collect();
         let answer =

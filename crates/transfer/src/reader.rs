@@ -3,7 +3,7 @@
 //! Bytes are read into slots of staging memory, verified there, and scattered from there. So what was verified is what
 //! is used, whatever another program does to a file meanwhile.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -77,6 +77,8 @@ impl Level {
 /// from the next one.
 pub struct Files {
     levels: Vec<Level>,
+    /// Bytes that were read from other machines' memory, by machine.
+    hosts: Mutex<BTreeMap<String, u64>>,
     place: String,
     manifest: Arc<Manifest>,
     /// Timeout of its requests.
@@ -113,7 +115,8 @@ impl Files {
     ) -> Files {
         let open = manifest.files().iter().map(|_| Mutex::default()).collect();
         let levels = vec![Level::new(ONLY_LEVEL.to_owned(), store, Arc::clone(&manifest))];
-        Files { levels, place, manifest, timeout, observed: None, missing, open, order: Mutex::default() }
+        let (hosts, order) = (Mutex::default(), Mutex::default());
+        Files { levels, hosts, place, manifest, timeout, observed: None, missing, open, order }
     }
 
     /// Sets the levels on which the files lie, the nearest first, before any of them is opened.
@@ -121,9 +124,12 @@ impl Files {
         self.levels = levels;
     }
 
-    /// Returns the names of the levels and the bytes that were read from each.
-    pub fn sources(&self) -> Vec<(&str, u64)> {
-        self.levels.iter().map(|level| (level.name.as_str(), level.bytes_read.load(Ordering::Relaxed))).collect()
+    /// Returns the names of the levels and the bytes that were read from each on this machine, or far away; and other
+    /// machines whose memory was read, as `peer 10.0.0.7`.
+    pub fn sources(&self) -> Vec<(String, u64)> {
+        let hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+        let levels = self.levels.iter().map(|level| (level.name.clone(), level.bytes_read.load(Ordering::Relaxed)));
+        levels.chain(hosts.iter().map(|(host, bytes)| (format!("peer {host}"), *bytes))).collect()
     }
 
     /// Reports an event of the load to its observer, if there is one.
@@ -199,7 +205,13 @@ impl Files {
     }
 
     fn count(&self, open: &OpenFile, bytes: u64) {
-        self.levels[open.level].bytes_read.fetch_add(bytes, Ordering::Relaxed);
+        match open.object.host() {
+            Some(host) => {
+                let mut hosts = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
+                *hosts.entry(host.to_owned()).or_default() += bytes;
+            }
+            None => _ = self.levels[open.level].bytes_read.fetch_add(bytes, Ordering::Relaxed),
+        }
     }
 
     /// Reads from a file, which each retry opens anew: an open file of a network file system may be stale.

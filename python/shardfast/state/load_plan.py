@@ -153,7 +153,8 @@ class LoadPlan:
         bytes_sent: After a load, bytes that this rank read and sent to others.
         is_shared: After a load, whether the ranks read for each other.
         sources: After a load, bytes that this rank read from each place where the checkpoint lies: ``"local"``, the
-            directory of ``local=``, and ``"url"``.
+            directory of ``local=``; ``"memory"``, that of this machine's keeper; ``"peer 10.0.0.7"``, the memory of
+            another machine; and ``"url"``.
     """
 
     url: str

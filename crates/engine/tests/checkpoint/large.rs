@@ -137,6 +137,10 @@ impl ObjectReader for Handle {
         self.0.bytes
     }
 
+    fn host(&self) -> Option<&str> {
+        None
+    }
+
     fn page_cache(&self) -> Option<&dyn PageCache> {
         None
     }

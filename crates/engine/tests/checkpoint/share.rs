@@ -163,6 +163,10 @@ impl ObjectReader for OtherReader {
         self.object.bytes()
     }
 
+    fn host(&self) -> Option<&str> {
+        None
+    }
+
     fn page_cache(&self) -> Option<&dyn PageCache> {
         Some(self)
     }

@@ -27,6 +27,10 @@ impl ObjectReader for HdfsReader {
         self.file.file_length() as u64
     }
 
+    fn host(&self) -> Option<&str> {
+        None
+    }
+
     fn page_cache(&self) -> Option<&dyn PageCache> {
         None
     }

@@ -72,6 +72,13 @@ impl ObjectReader for Opened {
         }
     }
 
+    fn host(&self) -> Option<&str> {
+        match self {
+            Opened::Elsewhere(reader) if reader.here.get().is_none() => Some(&reader.host),
+            _ => None,
+        }
+    }
+
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         match self {
             Opened::Here(reader, ..) => reader.read_at(offset, buf),
@@ -105,14 +112,18 @@ pub(super) struct Elsewhere {
     here: OnceLock<LocalReader<RealDisk>>,
     names: Names,
     bytes: u64,
+    /// Machine that has it.
+    host: String,
     reports: Reports,
 }
 
 impl Elsewhere {
     /// Makes the reader of an object of that length, with a proven connection that this machine's keeper has made.
     fn new(keeper: Arc<Keeper>, link: OwnedFd, names: Names, bytes: u64) -> Elsewhere {
-        let (idle, reports) = (Mutex::new(vec![TcpStream::from(link)]), Reports::default());
-        Elsewhere { keeper, idle, here: OnceLock::new(), names, bytes, reports }
+        let link = TcpStream::from(link);
+        let host = link.peer_addr().map_or_else(|_| "?".to_owned(), |address| address.ip().to_string());
+        let (idle, reports) = (Mutex::new(vec![link]), Reports::default());
+        Elsewhere { keeper, idle, here: OnceLock::new(), names, bytes, host, reports }
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<TcpStream>> {

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Entry, Kind};
 
 /// Version of these messages: a process and a keeper with another one do not understand each other.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Longest message in bytes, without an object's own.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
@@ -80,6 +80,15 @@ pub enum Role {
     Small,
     /// One that was stored under a free name: its directory is finished.
     Published,
+}
+
+/// Copies that other machines are to have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Copies {
+    /// Number of other machines.
+    pub count: u32,
+    /// Bytes that a machine sends in a second at most; `None` for no bound.
+    pub rate: Option<u64>,
 }
 
 /// A machine whose keeper has files of the same run.
@@ -169,8 +178,8 @@ pub enum Request {
         machines: Vec<Machine>,
         /// Number of the keeper's own machine.
         me: u32,
-        /// Number of other machines to which each file of a finished directory is copied.
-        copies: u32,
+        /// Copies of each file of a finished directory on other machines.
+        copies: Copies,
     },
     /// Has all keepers of the job leave.
     LeaveAll,

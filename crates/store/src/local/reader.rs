@@ -49,6 +49,10 @@ impl<D: Disk> ObjectReader for LocalReader<D> {
         self.bytes
     }
 
+    fn host(&self) -> Option<&str> {
+        None
+    }
+
     fn page_cache(&self) -> Option<&dyn PageCache> {
         Some(self)
     }

@@ -37,6 +37,10 @@ impl ObjectReader for RemoteReader {
         self.bytes
     }
 
+    fn host(&self) -> Option<&str> {
+        None
+    }
+
     fn page_cache(&self) -> Option<&dyn PageCache> {
         None
     }

@@ -83,6 +83,10 @@ impl ObjectReader for Reader {
         self.object.bytes()
     }
 
+    fn host(&self) -> Option<&str> {
+        None
+    }
+
     fn page_cache(&self) -> Option<&dyn PageCache> {
         None
     }

@@ -321,6 +321,14 @@ def test_a_storage_that_joins_one_object_at_a_time(place):
     expect([("all ranks", "write", "serial_tail")] * SEEDS, run.found("save"))
 
 
+def test_the_record_of_a_save_costs_the_storage_one_request(place):
+    run, seen = place.begin(STATE), []
+    for do in (run.save, run.load):
+        do(lambda request: seen.append((request.kind, request.rank)) if "/.telemetry/" in request.name else None)
+    place.double.forget(f"{run.name}/")
+    assert seen == [("put", 0), ("put", 0)]
+
+
 def test_healthy_runs_have_next_to_no_verdicts(place):
     found = []
     for _ in range(HEALTHY_RUNS):

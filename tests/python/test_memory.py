@@ -479,6 +479,24 @@ def test_bad_input_is_refused(run, tmp_path):
     assert keeper(run) is None
 
 
+def test_a_list_of_the_run_tells_what_is_in_memory(run):
+    listed = [COMMAND, "ls", run]
+    with sf.Checkpointer(run, every=sf.steps(2), memory=sf.steps(1)) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.step(step, state_of(step))
+        ckpt.wait()
+        wait_until("step 2 is sent", lambda: steps(run) == [2])
+        wait_until("memory has the newest alone", lambda: in_memory(run) == [3])
+        place = native.memory_place(str(run))[1]
+        found = json.loads(subprocess.run([*listed, "--json"], capture_output=True, text=True).stdout)
+        assert found["memory"] == {"url": place, "steps": [3], "error": None}
+        assert [step["step"] for step in found["checkpoints"]] == [2]
+        said = subprocess.run(listed, capture_output=True, text=True).stdout
+        assert f"in the memory of this machine's keeper, {place}: steps 3\n" in said, said
+    found = json.loads(subprocess.run([*listed, "--json"], capture_output=True, text=True).stdout)
+    assert "memory" not in found and [step["step"] for step in found["checkpoints"]] == [2, 3]
+
+
 def test_the_command_starts_asks_and_ends_a_keeper(run):
     missing = subprocess.run([COMMAND, "keeper", "status", run], capture_output=True, text=True)
     assert missing.returncode == 3 and "no keeper of this name runs on this machine" in missing.stderr

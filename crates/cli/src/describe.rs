@@ -63,6 +63,12 @@ pub(crate) fn history(history: &History, now_ms: u64) -> String {
     for url in &history.abandoned {
         let _ = writeln!(out, "abandoned, in a run of their own: {}", plain(url));
     }
+    if let Some(memory) = &history.memory {
+        let steps = memory.steps.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
+        let steps = if steps.is_empty() { "no step".to_owned() } else { format!("steps {steps}") };
+        let what = memory.error.as_ref().map_or(steps, |error| format!("not known: {}", plain_lines(error)));
+        let _ = writeln!(out, "in the memory of this machine's keeper, {}: {what}", plain(&memory.url));
+    }
     for line in &history.checkpoints {
         if let Some(error) = &line.error {
             let _ = writeln!(out, "{}: {}", plain(&line.url), plain_lines(error));

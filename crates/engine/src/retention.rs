@@ -73,6 +73,21 @@ pub struct Retained {
     pub spared: Vec<Spared>,
 }
 
+/// Checkpoints that stay, whatever the rules say.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Their steps.
+    pub steps: BTreeSet<u64>,
+    /// Committed steps among which these were chosen; one that was committed since stays. `None`: all are known.
+    pub known: Option<BTreeSet<u64>>,
+}
+
+impl Held {
+    fn has(&self, step: u64) -> bool {
+        self.steps.contains(&step) || self.known.as_ref().is_some_and(|known| !known.contains(&step))
+    }
+}
+
 /// A checkpoint that no rule keeps, and that stays.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Spared {
@@ -144,14 +159,14 @@ impl Retention {
     /// taken back, when the newest one cannot be opened: the older ones may be the only good ones. Checkpoints taken
     /// back before an error stay so.
     pub fn retain(&mut self, made: &[u64]) -> Result<Retained> {
-        self.retain_beside(made, &BTreeSet::new())
+        self.retain_beside(made, &Held::default())
     }
 
-    /// Performs the first round like [`retain`](Self::retain), and keeps these steps as well.
+    /// Performs the first round like [`retain`](Self::retain), and keeps what is held as well.
     ///
     /// # Errors
     /// As [`retain`](Self::retain).
-    pub fn retain_beside(&mut self, made: &[u64], held: &BTreeSet<u64>) -> Result<Retained> {
+    pub fn retain_beside(&mut self, made: &[u64], held: &Held) -> Result<Retained> {
         let mut retained = Retained::default();
         if self.keep.is_nothing() {
             return Ok(retained);
@@ -167,7 +182,7 @@ impl Retention {
         // Of a save that has begun since, or of another training.
         let later = |step: &u64| made.last().is_some_and(|last| step > last) && !made.contains(step);
         kept.extend(committed.iter().map(|(step, _)| *step).filter(later));
-        kept.extend(held);
+        kept.extend(committed.iter().map(|(step, _)| *step).filter(|step| held.has(*step)));
         let unkept: Vec<&(u64, Commit)> = committed.iter().filter(|(step, _)| !kept.contains(step)).collect();
         let (Some((newest, _)), false) = (committed.last(), unkept.is_empty()) else { return Ok(retained) };
         expect_complete(&*store, &self.url, *newest, timeout)?;
@@ -188,6 +203,16 @@ impl Retention {
             }
         }
         Ok(retained)
+    }
+
+    /// Returns the committed steps.
+    ///
+    /// # Errors
+    /// As [`runs::list`]; the store's errors.
+    pub fn committed(&mut self) -> Result<BTreeSet<u64>> {
+        let timeout = &Timeout::of_call(self.within);
+        let (steps, _) = runs::list_in(&*self.store(timeout)?, &self.url, timeout)?;
+        Ok(steps.into_iter().filter(runs::Step::is_committed).map(|step| step.step).collect())
     }
 
     /// Returns the committed steps that a rule keeps, the newest among them; all if there is no rule.

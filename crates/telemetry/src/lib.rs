@@ -39,7 +39,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use shardfast_engine::listen::{Begun, Listener, Listening, Verb};
 use shardfast_engine::{Engine, Error, Kind, Result, Timeout};
 use shardfast_format::{TELEMETRY, end_name};
-use shardfast_store::{Shared, Store};
+use shardfast_store::Shared;
 use shardfast_transfer::events::{Event, Observer, Phase};
 use shardfast_transfer::report::Report;
 
@@ -61,9 +61,6 @@ use told::Told;
 use trace::Trace;
 pub use verdicts::Verdict;
 pub use watch::Watcher;
-
-/// Records of one step and verb whose saves or loads began in as many milliseconds in a row.
-const SAME_TIME_MAX: usize = 8;
 
 /// Version of the program, as objects name it.
 const WRITER: &str = concat!("shardfast ", env!("CARGO_PKG_VERSION"));
@@ -368,26 +365,10 @@ impl Listening for Operation {
         // A load that found nothing leaves nothing.
         let has_found = self.running.verb == Verb::Save || report.phases_ms.contains_key(Phase::Opened.word());
         let Ok(store) = run.store(&self.storage, has_found) else { return };
-        put_record(&*store, collected.clone());
+        let _ =
+            collected.encode().and_then(|bytes| Ok(store.put(&format!("{TELEMETRY}/{}", collected.name()), &bytes)?));
         if let (Some(live), Verb::Save) = (&self.live, self.running.verb) {
             live.stored(&self.running, bytes_of_all(&collected), store.free_bytes());
-        }
-    }
-}
-
-/// Stores a record beside those that are there. Another job of the run may have one of the same step and millisecond:
-/// then it gets the next one.
-fn put_record(store: &dyn Store, mut collected: Collected) {
-    for _ in 0..SAME_TIME_MAX {
-        let Ok(bytes) = collected.encode() else { return };
-        let name = format!("{TELEMETRY}/{}", collected.name());
-        match store.publish(&name, &bytes) {
-            Err(error) if error.kind == shardfast_store::Kind::Conflict => collected.began_unix_ms += 1,
-            Err(error) if error.kind == shardfast_store::Kind::Unsupported => {
-                let _ = store.put(&name, &bytes);
-                return;
-            }
-            _ => return,
         }
     }
 }
@@ -503,25 +484,6 @@ fn without_secrets(url: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn records_of_one_millisecond_are_all_kept() {
-        use shardfast_format::record_name;
-        let dir = tempfile::tempdir().unwrap();
-        let store = shardfast_store::open(dir.path().to_str().unwrap()).unwrap();
-        let one = object::tests::collected(2);
-        for _ in 0..3 {
-            put_record(&*store, one.clone());
-        }
-        put_record(&*store, Collected { step: 4001, ..one.clone() });
-        let names = store.list(TELEMETRY).unwrap().into_iter().map(|entry| entry.name).collect::<Vec<_>>();
-        let expected = [(0, 4000), (0, 4001), (1, 4000), (2, 4000)];
-        assert_eq!(names, expected.map(|(ms, step)| record_name(one.began_unix_ms + ms, true, step)));
-        for name in &names {
-            let bytes = store.read(&format!("{TELEMETRY}/{name}"), 1 << 20).unwrap();
-            assert_eq!(Collected::decode("here", &bytes).unwrap().name(), *name);
-        }
-    }
 
     #[test]
     fn a_save_has_the_coordinates_of_its_begin_and_a_load_those_of_its_end() {

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use shardfast_engine::levels::MEMORY;
-use shardfast_engine::retention::{self, Keep, Retained, Retention, Spared};
+use shardfast_engine::retention::{self, Held, Keep, Retained, Retention, Spared};
 use shardfast_engine::{Engine, Job, background, checkpoint, contents, files_exist, jobs, runs};
 use shardfast_format::{COMMIT, COPYING, Manifest, sha256, step_dir};
 use shardfast_store::{Store, keeper, probe};
@@ -319,16 +319,18 @@ impl Drain {
     /// As [`Retention::retain`].
     pub fn retain(&self, made: &[u64]) -> Result<(Retained, Vec<u64>)> {
         let mut rules = locked(&self.near_rules);
+        // What is committed from here on is not judged: it may have to be sent.
+        let known = rules.near.committed()?;
         let newest = self.newest();
         let chosen = locked(&self.state).chosen.clone();
         let is_chosen = |step: &u64| chosen.as_ref().is_none_or(|chosen| chosen.has(*step));
         let is_unsent = |step: &u64| newest.is_none_or(|newest| *step > newest) && is_chosen(step);
         let waiting: BTreeSet<u64> = rules.run.wanted()?.into_iter().filter(is_unsent).collect();
         let lasting = rules.lasting.as_mut().map(Retention::wanted).transpose()?.unwrap_or_default();
-        let mut held = if self.has_room()? { waiting.clone() } else { &lasting & &waiting };
-        held.extend(locked(&self.state).sending);
-        held.extend(self.copied()?);
-        let retained = rules.near.retain_beside(made, &held)?;
+        let mut steps = if self.has_room()? { waiting.clone() } else { &lasting & &waiting };
+        steps.extend(locked(&self.state).sending);
+        steps.extend(self.copied()?);
+        let retained = rules.near.retain_beside(made, &Held { steps, known: Some(known) })?;
         let skipped = retained.left.iter().copied().filter(|step| waiting.contains(step)).collect();
         Ok((retained, skipped))
     }

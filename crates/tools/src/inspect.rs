@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::Serialize;
 use shardfast_engine::Checkpoint;
@@ -15,14 +16,18 @@ use shardfast_engine::runs;
 use shardfast_engine::stream::{batches, tensor_bytes};
 use shardfast_format::object::decode;
 use shardfast_format::{Extent, LEAVING, LeafKind, Manifest, SaveInfo};
-use shardfast_store::{Shared, join};
+use shardfast_store::{Shared, join, keeper};
 use shardfast_transfer::error::{Error, Kind, Result, retry};
 use shardfast_transfer::timeout::Timeout;
 
+use crate::drain::memory_place;
 use crate::repr;
 
 /// Largest value, in bytes, that is decoded and shown.
 const VALUE_BYTES_MAX: u64 = 1 << 20;
+
+/// Time within which a keeper, and those of the job's other machines, answer.
+const KEEPER_WITHIN: Duration = Duration::from_secs(5);
 
 /// Bytes of encoded values that are read at a time.
 const BATCH_BYTES: u64 = 4 << 20;
@@ -41,6 +46,20 @@ pub struct History {
     pub checkpoints: Vec<Outline>,
     /// URLs of runs of steps that were moved out of its way.
     pub abandoned: Vec<String>,
+    /// Checkpoints of the run in the memory of this machine's keeper, if one runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<InMemory>,
+}
+
+/// Checkpoints of a run that a keeper has.
+#[derive(Debug, Clone, Serialize)]
+pub struct InMemory {
+    /// Place of the run in the keeper's memory.
+    pub url: String,
+    /// Committed steps, ascending.
+    pub steps: Vec<u64>,
+    /// Reason why they are not known: another machine of the job does not answer.
+    pub error: Option<String>,
 }
 
 /// A checkpoint in a list.
@@ -119,11 +138,15 @@ impl Holdings {
 /// `NotFound` when neither is there; the store's errors. A checkpoint that cannot be read has its error in its line.
 pub fn history(url: &str, timeout: &Timeout) -> Result<History> {
     let shared = Arc::default();
-    let of_run = |checkpoints, abandoned| History { url: url.to_owned(), is_run: true, checkpoints, abandoned };
+    let of_run = |checkpoints, abandoned| {
+        let memory = in_memory(url);
+        History { url: url.to_owned(), is_run: true, checkpoints, abandoned, memory }
+    };
     Ok(match locate::look(url, timeout)? {
         Place::Checkpoint => {
             let checkpoints = vec![outline(url, None, &shared, timeout)?];
-            History { is_run: false, ..of_run(checkpoints, Vec::new()) }
+            let (url, abandoned) = (url.to_owned(), Vec::new());
+            History { url, is_run: false, checkpoints, abandoned, memory: None }
         }
         Place::Run(steps, abandoned) => of_run(
             steps
@@ -132,6 +155,23 @@ pub fn history(url: &str, timeout: &Timeout) -> Result<History> {
                 .collect::<Result<_>>()?,
             abandoned.iter().map(|dir| join(url, dir)).collect(),
         ),
+    })
+}
+
+/// Returns what the keeper of the run on this machine has; `None` without one.
+fn in_memory(url: &str) -> Option<InMemory> {
+    let (name, place) = memory_place(url);
+    keeper::status(&name).ok()?;
+    let timeout = Timeout::from(KEEPER_WITHIN);
+    let listed = runs::store(&place, &timeout).and_then(|store| runs::list_in(&*store, &place, &timeout));
+    let committed = |steps: Vec<runs::Step>| {
+        let mut steps: Vec<u64> = steps.iter().filter(|step| step.is_committed()).map(|step| step.step).collect();
+        steps.sort_unstable();
+        steps
+    };
+    Some(match listed {
+        Ok((steps, _)) => InMemory { url: place, steps: committed(steps), error: None },
+        Err(error) => InMemory { url: place, steps: Vec::new(), error: Some(error.message) },
     })
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use shardfast_engine::retention::{Best, Keep, Retained, Retention};
+use shardfast_engine::retention::{Best, Held, Keep, Retained, Retention};
 use shardfast_engine::runs::{list, step_url};
 use shardfast_engine::{Engine, Kind, Result, checkpoint, rewind, save};
 use shardfast_format::{JOBS, job_name, step_dir};
@@ -46,6 +46,23 @@ fn data_files(dir: &Path) -> Vec<PathBuf> {
         }
     }
     found
+}
+
+/// Between the choice of what stays and the round others commit: they may have to stay, too.
+#[test]
+fn what_is_held_and_what_was_committed_since_it_was_chosen_stay() {
+    let dir = scratch();
+    let url = run(dir.path());
+    let mut retention = Retention::new(&url, LAST);
+    assert_eq!(retention.committed().unwrap().into_iter().collect::<Vec<_>>(), [1, 2, 3]);
+    let held = |steps: &[u64], known: &[u64]| Held {
+        steps: steps.iter().copied().collect(),
+        known: Some(known.iter().copied().collect()),
+    };
+    assert!(retention.retain_beside(&[], &held(&[1], &[1])).unwrap().left.is_empty());
+    assert_eq!(retention.retain_beside(&[], &held(&[], &[1])).unwrap().left, [1]);
+    assert_eq!(retention.retain_beside(&[], &held(&[], &[1, 2, 3])).unwrap().left, [2]);
+    assert_eq!(steps(&url), [3]);
 }
 
 /// A process that was stopped in a round, while another job has begun, deletes nothing more.

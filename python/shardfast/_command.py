@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from .native import Error, cli_main, dismiss_keeper, memory_place
 
 
+LOOKS_EVERY_S = 1.0
+"""Seconds after which a keeper knows at the latest that a signal has come."""
+
+
 def main() -> int:
     """Runs the command with this process's arguments; the result is the exit code."""
     # Ctrl-C ends the process at once: Python's own handler would wait until the command has ended.
@@ -32,7 +36,9 @@ def _keep() -> int:
 
     signal.signal(signal.SIGTERM, leave)
     keeping.start()
-    keeping.join()
+    # The kernel may give the signal to another thread, which does not wake this one.
+    while keeping.is_alive():
+        keeping.join(LOOKS_EVERY_S)
     return codes[0] if codes else 1
 
 

@@ -469,3 +469,4 @@ def test_a_restore_waits_for_saves_of_a_checkpointer_that_was_dropped(tmp_path):
         assert ckpt.restore(state) == step - 1
         ckpt.step(step, state)
         del ckpt
+    assert sf.Checkpointer(tmp_path).restore(state) == 8

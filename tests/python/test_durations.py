@@ -51,7 +51,7 @@ def test_the_log_says_it_once(tmp_path, monkeypatch, caplog):
         for step in range(1, 11):
             ckpt.step(step, {"model": model})
             ckpt.wait()
-    said = [record.getMessage() for record in caplog.records if "the save of" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if f"the save of {tmp_path}/" in record.getMessage()]
     assert len(said) == 1 and said[0].startswith(f"the save of {tmp_path}/step-00000007: it was durable after 60."), (
         said
     )

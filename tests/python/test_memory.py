@@ -1,5 +1,6 @@
 """A run that is saved in the memory of a process that outlives the training."""
 
+import ctypes
 import json
 import logging
 import os
@@ -300,6 +301,23 @@ def test_a_keeper_that_is_told_to_end_sends_the_newest_first(run, caplog):
         assert steps(run) == [3]
         ckpt.step(4, state_of(4))
         assert "step 4 is not saved" in caplog.text
+        ckpt._memory.wait()
+        ckpt.step(5, state_of(5))
+    assert steps(run) == [3, 5]
+
+
+def test_a_keeper_hears_a_signal_that_another_of_its_threads_gets(run):
+    with sf.Checkpointer(run, memory=sf.steps(1)) as ckpt:
+        ckpt.step(3, state_of(3))
+        ckpt.wait()
+        process = keeper(run)
+        threads = [int(path.name) for path in Path(f"/proc/{process}/task").iterdir()]
+        other = next(thread for thread in threads if thread != process)
+        time.sleep(0.2)  # its first thread waits
+        assert ctypes.CDLL(None, use_errno=True).tgkill(process, other, signal.SIGTERM) == 0
+        wait_until("it has ended", lambda: keeper(run) is None, within_s=30)
+        assert steps(run) == [3]
+        ckpt.step(4, state_of(4))
         ckpt._memory.wait()
         ckpt.step(5, state_of(5))
     assert steps(run) == [3, 5]

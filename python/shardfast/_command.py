@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from .native import Error, cli_main, dismiss_keeper, memory_place
 
-
 LOOKS_EVERY_S = 1.0
 """Seconds after which a keeper knows at the latest that a signal has come."""
 

@@ -32,7 +32,7 @@ from .state.description import Describer
 from .state.entries import units_of
 from .state.load_plan import LoadPlan, Options, Rename
 from .state.stateful import Sharded
-from .stopping import Stopping, Told, seconds_of, signals_of
+from .stopping import Stopping, Told, asked
 from .verbs import Url, begin, concluding, expect_step, expect_url, fill, patterns, prepared
 
 _log = logging.getLogger("shardfast")
@@ -148,7 +148,7 @@ class Checkpointer:
         expect_rules(every, keep, over)
         expect_nearer(local, memory, peers, drain)
         rate = rate_of(drain)
-        signals, ends = () if on_signal is None else signals_of(on_signal), seconds_of(within)
+        signals, ends = asked(on_signal, within, raise_stopping)
         self.url = expect_url(url)
         restoring.expect_no_root(self.url)
         self.newest: int | None = None
@@ -649,19 +649,20 @@ class Checkpointer:
 
     def _close(self, within_s: float | None) -> None:
         was_closed, self._closed = self._closed, True
-        if self._told is not None:
-            self._told.end()
         self.capture.release("this checkpointer is closed")
         newest = [pending for pending, _ in self._running][-1:]
-        try:
-            self._settle(0, within_s)
-        except Exception:
-            if within_s is None:
-                self._rest(newest)
-            raise
-        self._rest(newest)
-        if self._draining is not None:
-            self._draining.finish(met(self._process_group))
+        with contextlib.ExitStack() as ends:
+            if self._told is not None:  # before, a signal would end the program with what it waits for here
+                ends.callback(self._told.leave())
+            try:
+                self._settle(0, within_s)
+            except Exception:
+                if within_s is None:
+                    self._rest(newest)
+                raise
+            self._rest(newest)
+            if self._draining is not None:
+                self._draining.finish(met(self._process_group))
         is_end = self._is_root and self._made and not was_closed and not self._is_overtaken
         if is_end and sys.exc_info()[0] is None:
             native.note_end(self._place, REST_S)

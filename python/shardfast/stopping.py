@@ -23,6 +23,9 @@ from .session import current, group_of
 
 _log = logging.getLogger("shardfast")
 
+FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP)
+"""Signals of a program's own faults: a handler that returns from one runs into it again."""
+
 JOB_END = "SLURM_JOB_END_TIME"
 """Variable with the time at which Slurm ends the job, in seconds since 1970."""
 
@@ -91,6 +94,8 @@ def signals_of(on_signal: Any) -> tuple[signal.Signals, ...]:
             raise Invalid(
                 f"on_signal={name!r}: expected the name of a signal, such as 'SIGUSR1' or 'SIGTERM'"
             ) from None
+        if isinstance(name, bool) or number in FAULTS:
+            raise Invalid(f"on_signal={name!r}: expected a signal that others send, such as 'SIGUSR1' or 'SIGTERM'")
         if number in (signal.SIGKILL, signal.SIGSTOP):
             raise Invalid(f"on_signal={name!r}: no program can catch it: let the scheduler send another one before it")
         found.append(number)
@@ -113,9 +118,23 @@ def seconds_of(within: Any) -> float | Path | None:
         except Invalid as error:
             raise Invalid(f"within={error}") from None
     if isinstance(within, bool) or not isinstance(within, (int, float)) or not 0 < within < float("inf"):
-        what = "seconds, '90s', or the path of a file with the time of the end in seconds since 1970"
+        what = "seconds, '90s', or the path of a file ('./end') with the time of the end in seconds since 1970"
         raise Invalid(f"within={within!r}: expected how long the program has after the signal: {what}")
     return float(within)
+
+
+def asked(on_signal: Any, within: Any, raise_stopping: bool) -> tuple[tuple[signal.Signals, ...], float | Path | None]:
+    """The signals that a training is told to stop by, and how long it has then.
+
+    Raises:
+        Invalid: For what is no signal and no time, and for what says how a training stops that nothing tells to.
+    """
+    if on_signal is not None:
+        return signals_of(on_signal), seconds_of(within)
+    for name, is_given in (("within", within is not None), ("raise_stopping", raise_stopping)):
+        if is_given:
+            raise Invalid(f"{name}=: expected on_signal= beside it: without, nothing tells the training to stop")
+    return (), None
 
 
 handler_of: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
@@ -154,8 +173,10 @@ class Told:
         self._mine, self._numbers = self._handle, tuple(map(int, signals))
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._mine)
+        # One that was never closed would keep its signal to itself.
+        untaken = _untaken.union(*(one._came for one in _told if not one._has_stopped))
         _told.add(self)
-        if came := _untaken.intersection(signals):
+        if came := untaken.intersection(signals):
             _untaken.difference_update(came)
             self._came, self._at = came, time.time()
 
@@ -254,6 +275,15 @@ class Told:
             _log.warning("%s: expected a time in seconds since 1970, found %r: it is ignored", name, text[:60])
         return None
 
+    def leave(self) -> Callable[[], None]:
+        """Takes no more part in an agreement; returns :meth:`end`.
+
+        Signals are still taken until then: what is in flight must not die of one.
+        """
+        if self._agreement is not None and os.getpid() == self._process:
+            self._agreement.end()
+        return self.end
+
     def end(self) -> None:
         """Gives the signals back to the handlers that were there before, unless others took them since.
 
@@ -262,17 +292,20 @@ class Told:
         """
         if os.getpid() != self._process:
             return
+        self.leave()
         _told.discard(self)
-        if self._agreement is not None:
-            self._agreement.end()
         if self._at is not None and not self._has_stopped:
             _untaken.update(self._came)
+            why = "could not be agreed on" if self._said else "came after the last step of this checkpointer"
             _log.warning(
-                "%s came after the last step of this checkpointer, so that it stopped nothing: the next Checkpointer "
-                "of this process with that on_signal stops after its first step",
-                ", ".join(signal.Signals(number).name for number in sorted(self._came)),
+                "%s %s, so that it stopped nothing: the next Checkpointer of this process with that on_signal stops "
+                "after its first step",
+                *(", ".join(signal.Signals(number).name for number in sorted(self._came)), why),
             )
         for number, before in self._before.items():
+            for other in _told:  # that was made later gives the signal back past this one
+                if other._before.get(number) is self._mine:
+                    other._before[number] = before
             with contextlib.suppress(ValueError):  # not the main thread
                 if handler_of(number) is not self._mine:
                     continue

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import shardfast as sf
 import torch
@@ -363,6 +364,10 @@ def test_a_signal_within_what_is_done(ranks, tmp_path, moment, told):
         ({"on_signal": []}, r"on_signal=\[\]: expected the name of a signal"),
         ({"on_signal": 1.5}, "on_signal=1.5: expected the name of a signal"),
         ({"on_signal": "SIGKILL"}, "on_signal='SIGKILL': no program can catch it"),
+        ({"on_signal": True}, "on_signal=True: expected a signal that others send"),
+        ({"on_signal": ["SIGUSR1", "SIGSEGV"]}, "on_signal='SIGSEGV': expected a signal that others send"),
+        ({"within": "90s"}, "within=: expected on_signal= beside it"),
+        ({"raise_stopping": True}, "raise_stopping=: expected on_signal= beside it"),
         ({"on_signal": "SIGUSR1", "within": "soon"}, "within="),
         ({"on_signal": "SIGUSR1", "within": 0}, "within=0: expected how long"),
     ],
@@ -372,6 +377,54 @@ def test_what_is_no_signal_is_refused(tmp_path, handled, options, said):
     with pytest.raises(sf.Invalid, match=said):
         sf.Checkpointer(tmp_path / "run", **options)
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+CLOSING = """
+import os, signal, sys, threading, numpy as np, shardfast as sf
+state = {"w": np.zeros(5_000_000)}
+ckpt = sf.Checkpointer(sys.argv[1], every=sf.steps(1), on_signal="SIGTERM", **eval(sys.argv[3]))
+for step in (1, 2):
+    state["w"][:] = step
+    ckpt.step(step, state)
+threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGTERM)).start()
+ckpt.close()
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+print("closed", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("after_ms", [0, 1, 3, 10])
+@pytest.mark.parametrize("near", [False, True])
+def test_a_signal_while_a_checkpointer_is_closed_loses_nothing(tmp_path, after_ms, near):
+    options = {"local": str(tmp_path / "near"), "drain": "80MB/s"} if near else {}
+    command = [sys.executable, "-c", CLOSING, tmp_path / "run", f"{after_ms / 1000}", repr(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # A signal that comes once all is closed ends the program as it would without.
+    assert done.returncode in (0, -signal.SIGTERM), done.stderr
+    assert done.returncode == 0 or near is False
+    state = {"w": np.zeros(5_000_000)}
+    assert sf.Checkpointer(tmp_path / "run").restore(state) == 2
+    assert (state["w"] == 2).all()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_signals_are_given_back_in_whatever_order_checkpointers_close(tmp_path, handled, order):
+    before = signal.getsignal(signal.SIGTERM)
+    made = [sf.Checkpointer(tmp_path / f"{number}", on_signal="SIGTERM") for number in range(3)]
+    for number in order:
+        made[number].close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_for_a_checkpointer_that_was_never_closed_is_for_the_next(tmp_path, handled):
+    lost = sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1")
+    lost.step(1, state_of(1))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1") as ckpt:
+        ckpt.step(2, state_of(2))
+        assert ckpt.stopping
+    lost.close()
 
 
 def test_handlers_are_those_of_the_main_thread(tmp_path):

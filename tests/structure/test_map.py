@@ -97,10 +97,10 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 CRATE_LINES_MAX = {
     "native": 4170,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; refusals, stops, drains
     "cli": 2650,  # 1,400 and rewinds, reports of runs, watches, looks at what runs, what leaves beside it, keepers
-    "tools": 4550,  # 3,300 and copies that mend, whole runs, mapped checkpoints, local disks, keepers that meet (230)
+    "tools": 4600,  # 3,300 and copies that mend, whole runs, mapped checkpoints, local disks, keepers that meet (230)
     "telemetry": 6640,  # records, verdicts, pages, traces, alerts of runs and jobs, HTTP, OTLP, storage's metrics
     "multistep": 1950,  # 1,800, rounded up from 1,913
-    "engine": 8770,  # 6,600 and rewinds, attempts that die, shared memory, listeners, quotas, jobs, nearer places
+    "engine": 8820,  # 6,600 and rewinds, attempts that die, shared memory, listeners, quotas, jobs, nearer places
     "transfer": 6200,  # 5,100 and bytes counted, timeouts and interrupts, devices, events, a look anew, levels
     "plan": 3000,  # 2,900, rounded up from 2,984
     "format": 3850,  # 3,600 and columns of records
@@ -110,7 +110,7 @@ CRATE_LINES_MAX = {
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
 PYTHON_LINES_MAX = {
-    "": 4500,  # 2,700, errors told to all, forks; stops, workers, Slurm, MPI, addresses, jobs, works, disks, memory
+    "": 4540,  # 2,700, errors told to all, forks; stops, workers, Slurm, MPI, addresses, jobs, works, disks, memory
     "state": 5400,  # 5,150 and units whose ids clash behind split(), options and coordinates of ranks, descriptions
     "capture": 965,  # 750 and saves that take far longer than usual, how far a save is, work behind main, of users
     "adapters": 6730,  # 6,600 and versions of modules that load by themselves

@@ -100,7 +100,7 @@ pub(crate) fn commit(
         if outcome.as_ref().is_err_and(|error| !published || error.kind != Kind::Unavailable) {
             withdraw(store, &commit);
         }
-        outcome?;
+        outcome.map_err(|error| of_newer_job(operation, destination, patience, progress, error))?;
         // A rival attempt may have put its own indexes in between, and died before it could remove them. A failure here
         // is ignored: the checkpoint is committed.
         let _ = mend_indexes(store, &manifest);
@@ -143,6 +143,24 @@ fn expect_newest_job(
     let store = engine.observed_store(&run, &operation.deadline().into(), &progress.shared.observed);
     let store = store.as_deref().map_err(Error::clone);
     job.may_commit(store, &run, (destination.step, is_published), patience)
+}
+
+/// Returns the error of a save that found its files gone or changed: that of a newer job in the run, whose rules may
+/// have taken them, if there is one.
+pub(crate) fn of_newer_job(
+    operation: &Operation,
+    destination: &Destination,
+    patience: Patience<'_>,
+    progress: &Progress,
+    error: Error,
+) -> Error {
+    if !matches!(error.kind, Kind::Corrupt | Kind::NotFound) {
+        return error;
+    }
+    match expect_newest_job(operation, destination, patience, progress, false) {
+        Err(newer) if newer.kind == Kind::Conflict => newer,
+        _ => error,
+    }
 }
 
 /// Returns the notes that Shardfast itself made, by the prefix of their names.

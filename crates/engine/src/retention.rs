@@ -76,7 +76,7 @@ pub struct Retained {
 /// Checkpoints that stay, whatever the rules say.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Held {
-    /// Their steps.
+    /// Steps of these checkpoints.
     pub steps: BTreeSet<u64>,
     /// Committed steps among which these were chosen; one that was committed since stays. `None`: all are known.
     pub known: Option<BTreeSet<u64>>,

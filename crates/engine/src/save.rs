@@ -105,7 +105,8 @@ fn begin(
         }
         let save =
             Save { operation: &operation, store: open(progress), destination: &destination, state: state(), progress };
-        let outcome = save.run();
+        let newer = |error| commit::of_newer_job(&operation, &destination, save.patience(), progress, error);
+        let outcome = save.run().map_err(newer);
         let (engine, number) = (Arc::clone(&operation.engine), operation.number_met());
         listened.note_outcome(&outcome, number);
         (outcome, move || listened.collect(&engine))

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use shardfast_engine::runs::{list, step_url};
 use shardfast_engine::{Engine, Kind, Result, rewind, save_to};
@@ -68,4 +68,33 @@ fn a_commit_stays_if_the_storage_cannot_say_whether_a_newer_job_began() {
     };
     save_while_another_begins_at(3, run, hide_jobs).unwrap();
     assert_eq!(steps(run), [7]);
+}
+
+#[test]
+fn a_save_whose_files_a_newer_job_has_taken_away_is_told_of_that_job() {
+    let triggered = (0..60).map(|at| {
+        let dir = scratch();
+        let run = dir.path().to_str().unwrap().to_owned();
+        let engine = Engine::solo();
+        rewind::begin(&engine, (&run, None), 7, false, LONG).unwrap();
+        let (place, made, has_begun) =
+            (step_url(&run, 7), Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let (counted, begun, gone) = (Arc::clone(&made), Arc::clone(&has_begun), place.clone());
+        let hook = move |_: &'static str, _: &Path| {
+            // Behind the commit no other job can begin there.
+            let is_now = counted.fetch_add(1, Ordering::Relaxed) == at;
+            if is_now && rewind::begin(&Engine::solo(), (&run, None), 7, false, LONG).is_ok() {
+                begun.store(true, Ordering::Relaxed);
+                let _ = fs::remove_dir_all(&gone);
+            }
+            None
+        };
+        let store = store(Hooked::new(&RealDisk, hook), &place);
+        let state = Truth::small(1, 50).state(&Layout::rows(1), 0, &mut Dice(1));
+        let saved = save_to(&Arc::clone(&engine), store, destination(&place), state, LONG).committed(None);
+        let has_begun = has_begun.load(Ordering::Relaxed);
+        assert!(!has_begun || saved.as_ref().is_err_and(|error| error.kind == Kind::Conflict), "call {at}: {saved:?}");
+        usize::from(has_begun)
+    });
+    assert!(triggered.sum::<usize>() > 5);
 }

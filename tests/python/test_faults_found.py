@@ -331,7 +331,9 @@ def test_the_record_of_a_save_costs_the_storage_one_request(place):
 
 def test_healthy_runs_have_next_to_no_verdicts(place):
     found = []
-    for _ in range(HEALTHY_RUNS):
+    for _ in range(max(HEALTHY_RUNS, FEW)):
+        if HEALTHY_RUNS < FEW and [] in found:
+            break  # a busy machine has others
         run = place.begin(STATE)
         run.save()
         run.save()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from filled import steps
 from machines import Machines, machines
+from shardfast import native
 
 COMMAND = Path(sys.executable).with_name("shardfast")
 PORT = 20600
@@ -102,14 +103,26 @@ class Cluster:
         return {"PACE": f"{path}"}
 
     def train_until(self, at: int, other: dict) -> int:
-        """Lets the ranks train until another keeper than that one has files at a machine; returns the step."""
-        step, until = self.at, time.monotonic() + DEADLINE_S
-        while (now := self.status(at)) is None or now["process"] == other["process"] or now["objects"] == 0:
+        """Lets the ranks train until another keeper than that one has files at a machine, and the newest step is in
+        memory; returns that step."""
+        until = time.monotonic() + DEADLINE_S
+        while True:
+            now = self.status(at)
+            is_another = now is not None and now["process"] != other["process"]
+            if is_another and self.in_memory()[-1:] == [self.at]:
+                return self.at
             assert time.monotonic() < until, now
-            self.pace(step := step + 1)
-            time.sleep(0.1)
-        self.at = step
-        return step
+            self.at += 1
+            self.pace(self.at)
+            time.sleep(0.2)
+
+    def in_memory(self) -> list[int]:
+        """The committed steps that the keepers have."""
+        place = native.memory_place(str(self.run))[1]
+        command = [*self.machines.entering(0), COMMAND, "ls", place, "--json"]
+        listed = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        found = json.loads(listed.stdout)["checkpoints"] if listed.returncode == 0 else []
+        return [step["step"] for step in found if step["status"] == "committed"]
 
     def line(self, at: int) -> str:
         """The next line that the rank there says."""

@@ -368,7 +368,7 @@ class InFlight:
 
 
 def _say_refused() -> None:
-    """Logs once that the endpoint of OTLP refuses what is exported, since nobody would look for it there."""
+    """Logs once that the endpoint of OTLP refuses what this process exports."""
     if refusal := native.export_refused():
         _log.warning("what is exported over OTLP does not arrive: %s", refusal)
 

@@ -358,7 +358,7 @@ class Checkpointer:
         """
         self._begin_at(step)
         self._step_ended(step)
-        is_last = self._told is not None and self._is_last(step)
+        is_last = self._is_last(step)
         is_saved = self.saved == step and (bool(self._running) or self.committed == step)  # by save()
         if not is_last and (is_saved or not self._schedule.due(step)):
             if not self._is_prepared:
@@ -380,8 +380,7 @@ class Checkpointer:
 
     def _is_last(self, step: int) -> bool:
         """Whether the ranks agree to stop after this step, since one was told to."""
-        assert self._told is not None
-        if self.stopping or not self._told.passed(self._timeout_s, self._process_group):
+        if self._told is None or self.stopping or not self._told.passed(self._timeout_s, self._process_group):
             return False
         self._told.say(self.url, step, self.report)
         if self._memory is not None:
@@ -552,6 +551,8 @@ class Checkpointer:
     def _ended(self, pending: Pending, *, is_committed: bool) -> None:
         """Notes what a save did that has ended. What was captured ahead of it would keep the tensors' memory."""
         self.report, window = pending.report, pending.window
+        if self._told is not None:
+            self._told.saved(self.url, self.report)
         if window is not None:
             self.capture.ended(window, self.report["ahead"], is_committed=is_committed)
             pending.window = None

@@ -123,6 +123,12 @@ def seconds_of(within: Any) -> float | Path | None:
     return float(within)
 
 
+def lasts_s_of(report: dict[str, Any] | None) -> float | None:
+    """The time from the call of a save to its commit, by its report, in seconds; ``None`` if it has not committed."""
+    committed_ms = report["phases_ms"].get("committed") if report else None
+    return None if committed_ms is None else committed_ms / 1e3
+
+
 def asked(on_signal: Any, within: Any, raise_stopping: bool) -> tuple[tuple[signal.Signals, ...], float | Path | None]:
     """The signals that a training is told to stop by, and how long it has then.
 
@@ -253,7 +259,7 @@ class Told:
         left_s = self.left_s()
         said = "" if left_s is None else f", in {interval.spoken(left_s)}" if left_s > 0 else ", and its time is over"
         _log.warning("%s: told to stop%s: all ranks save step %d", url, said, step)
-        lasts_s = report["phases_ms"]["committed"] / 1e3 if report and "committed" in report["phases_ms"] else None
+        lasts_s = lasts_s_of(report)
         if left_s is not None and lasts_s is not None and lasts_s > left_s:
             _log.error(
                 "%s: step %d will not be durable in time: a save of this run takes about %s, and %s are left",
@@ -262,6 +268,20 @@ class Told:
                 interval.spoken(lasts_s),
                 interval.spoken(max(left_s, 0.0)),
             )
+
+    def saved(self, url: str, report: dict[str, Any]) -> None:
+        """Warns, once, of a save that has lasted longer than the program has after a signal, where that is a number."""
+        lasts_s = lasts_s_of(report)
+        if not isinstance(self._within, float) or lasts_s is None or lasts_s <= self._within or url in self._warned:
+            return
+        self._warned.add(url)
+        _log.warning(
+            "%s: a save of this run takes about %s, and within= leaves %s after a signal: the step at which the "
+            "training is told to stop will not be durable in time",
+            url,
+            interval.spoken(lasts_s),
+            interval.spoken(self._within),
+        )
 
     def _time_of(self, name: str, text: str) -> float | None:
         """The time that a text tells; ``None`` for an empty text, and, with a warning, for one that tells none."""

@@ -1,7 +1,8 @@
 """A rank of an elastic training, which says the loss of each step in a file.
 
 Arguments are the run, the file, and the step at which the training ends; with 0 it ends when there is a file
-``<run>.end``.
+``<run>.end``. A rank that fails while there is a file ``<run>.stale-<machine>`` tries to save a broken state, as a
+program may that saves whatever it has when it fails, and says there what came of it.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import shardfast as sf
 import torch
@@ -19,6 +21,20 @@ EVERY = 5
 START_S = 100.0
 PATIENCE_S = 6.0
 PAUSE_S = 0.02
+
+
+def saves_at_the_end(ckpt: sf.Checkpointer, step: int, state: dict, stale: Path) -> None:
+    """Saves what is not a number, and says what came of it."""
+    with torch.no_grad():
+        for parameter in state["model"].parameters():
+            parameter.fill_(float("nan"))
+    try:
+        ckpt.step(step + EVERY - step % EVERY, state)
+        ckpt.wait()
+    except sf.Error as error:
+        stale.write_text(f"{type(error).__name__}: {error}")
+    else:
+        stale.write_text("saved")
 
 
 def trains(run: str, losses: str, last: int) -> None:
@@ -34,14 +50,20 @@ def trains(run: str, losses: str, last: int) -> None:
     while not is_over and (step < last or last == 0):
         torch.manual_seed(step)
         batch = torch.randn(12, 24)[rank::world]
-        loss = (model(batch) - batch[:, :12]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        step += 1
         ends = last == 0 and rank == 0 and os.path.exists(f"{run}.end")
-        told = torch.tensor([loss.item() / world, float(ends)], dtype=torch.float64)
-        dist.all_reduce(told)
+        try:
+            loss = (model(batch) - batch[:, :12]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            told = torch.tensor([loss.item() / world, float(ends)], dtype=torch.float64)
+            dist.all_reduce(told)
+        except Exception:
+            stale = Path(f"{run}.stale-{os.uname().nodename}")
+            if stale.exists():
+                saves_at_the_end(ckpt, step, state, stale)
+            raise
+        step += 1
         if rank == 0:
             with open(losses, "a") as out:
                 said = {"group": group, "world": world, "start": start, "step": step, "loss": told[0].item().hex()}

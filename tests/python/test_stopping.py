@@ -205,6 +205,20 @@ def test_a_save_that_lasts_too_long_is_said_at_once(tmp_path, handled, caplog):
     assert any("step 2 will not be durable in time: a save of this run takes about" in text for text in said), said
 
 
+def test_a_time_that_no_save_fits_is_said_after_the_first_save(tmp_path, handled, caplog):
+    def saves(within):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "shardfast"):
+            with sf.Checkpointer(tmp_path / f"{within}", every=sf.steps(1), on_signal="SIGUSR1", within=within) as ckpt:
+                for step in (1, 2):
+                    ckpt.step(step, state_of(step))
+        return [record.getMessage() for record in caplog.records if "within= leaves" in record.getMessage()]
+
+    (said,) = saves(1e-6)
+    assert said.startswith(f"{tmp_path}/1e-06: a save of this run takes about"), said
+    assert saves(600) == []
+
+
 def test_the_end_of_a_job_of_slurm_is_known(tmp_path, handled, caplog, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 90))
     with sf.Checkpointer(tmp_path / "run", on_signal="SIGUSR1") as ckpt:

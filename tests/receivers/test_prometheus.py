@@ -26,6 +26,12 @@ UNPACKED = (
     f'mount -t overlay overlay -o lowerdir={SHARE}:/usr/share /usr/share && exec "$0" "$@"',
 )
 
+# A directory on a disk of so many KiB, which nothing else sees.
+SMALL = (
+    *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c"),
+    'mkdir "$1" && mount -t tmpfs -o size="$0"k tmpfs "$1" && shift && exec "$@"',
+)
+
 CONFIGURATION = """
 global: {{scrape_interval: 1s, evaluation_interval: 1s}}
 rule_files: [{rules}]
@@ -39,8 +45,10 @@ receivers: [{name: nobody}]
 """
 
 
-def asked(port, path):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+def asked(port, path, body=None):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Content-Type": "application/json"})
+    request.data = body and json.dumps(body).encode()
+    with urllib.request.urlopen(request, timeout=10) as answer:
         return json.load(answer)
 
 
@@ -56,8 +64,9 @@ def until(holds, seconds=90):
 
 
 @contextlib.contextmanager
-def runs(*command):
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def runs(log, *command):
+    with log.open("w") as printed:
+        process = subprocess.Popen(command, stdout=printed, stderr=printed)
     try:
         yield process
     finally:
@@ -67,8 +76,15 @@ def runs(*command):
 
 
 @contextlib.contextmanager
-def receivers(tmp_path, ranks_port):
-    """Both receivers; gives Prometheus's process and its port, and those of the Alertmanager."""
+def receivers(tmp_path, ranks_port, kib=None):
+    """Both receivers; gives Prometheus's process and its port, and those of the Alertmanager.
+
+    With ``kib`` each keeps what it knows on a disk of so many KiB.
+    """
+
+    def keeping(at):
+        return () if kib is None else (*SMALL, str(kib), str(at))
+
     port, manager, rules = free_ports(1), free_ports(1), tmp_path / "alerts.yml"
     # The rules as they are shipped, for a job whose minutes are seconds.
     rules.write_text(RULES.read_text().replace("[15m]", "[15s]").replace("offset 15m", "offset 15s"))
@@ -77,6 +93,8 @@ def receivers(tmp_path, ranks_port):
     (tmp_path / "manager.yml").write_text(MANAGER)
     with (
         runs(
+            tmp_path / "manager.log",
+            *keeping(tmp_path / "manager"),
             *UNPACKED,
             str(BIN / "prometheus-alertmanager"),
             f"--config.file={tmp_path}/manager.yml",
@@ -85,6 +103,8 @@ def receivers(tmp_path, ranks_port):
             "--cluster.listen-address=",
         ) as alertmanager,
         runs(
+            tmp_path / "prometheus.log",
+            *keeping(tmp_path / "prometheus"),
             str(BIN / "prometheus"),
             f"--config.file={tmp_path}/prometheus.yml",
             f"--storage.tsdb.path={tmp_path}/prometheus",
@@ -148,6 +168,39 @@ def test_rules_fire_and_resolve_and_hold_nothing_up(ranks, tmp_path):
         finally:
             enough.touch()
             training.join()
+    assert len(set(steps)) == 1 and steps[0] > 5, steps
+
+
+def test_receivers_whose_disks_are_full_hold_nothing_up(ranks, tmp_path):
+    """Neither does an Alertmanager that cannot write down what it knows when it ends."""
+    ranks_port, enough, steps = free_ports(2), tmp_path / "enough", []
+    again = tmp_path / "never"
+    training = threading.Thread(
+        target=lambda: steps.extend(
+            ranks(2, deadline_s=300)(trains, str(tmp_path / "run"), ranks_port, str(enough), str(again))
+        )
+    )
+
+    def saves():
+        return len(list((tmp_path / "run").glob("step-*/COMMIT")))
+
+    full = "no space left on device"
+    with receivers(tmp_path, ranks_port, kib=64) as (prometheus, _, alertmanager, manager):
+        training.start()
+        try:
+            until(lambda: full in (tmp_path / "prometheus.log").read_text())
+            before = saves()
+            until(lambda: saves() > before + 5)
+            # It knows a silence, which it cannot write down.
+            matcher = {"name": "rank", "value": "none", "isRegex": False}
+            times = {"startsAt": "2026-01-01T00:00:00Z", "endsAt": "2100-01-01T00:00:00Z"}
+            asked(manager, "/api/v2/silences", {"matchers": [matcher], "createdBy": "a", "comment": "b", **times})
+            with contextlib.suppress(OSError), open(f"/proc/{alertmanager.pid}/root{tmp_path}/manager/rest", "wb") as f:
+                f.write(bytes(1 << 20))
+        finally:
+            enough.touch()
+            training.join()
+    assert full in (tmp_path / "manager.log").read_text()
     assert len(set(steps)) == 1 and steps[0] > 5, steps
 
 

@@ -185,7 +185,7 @@ def test_receivers_whose_disks_are_full_hold_nothing_up(ranks, tmp_path):
         return len(list((tmp_path / "run").glob("step-*/COMMIT")))
 
     full = "no space left on device"
-    with receivers(tmp_path, ranks_port, kib=64) as (prometheus, _, alertmanager, manager):
+    with receivers(tmp_path, ranks_port, kib=64) as (_, _, alertmanager, manager):
         training.start()
         try:
             until(lambda: full in (tmp_path / "prometheus.log").read_text())

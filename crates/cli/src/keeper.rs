@@ -41,6 +41,8 @@ struct Told {
     neighbours: Vec<String>,
     copies: u32,
     uncopied: Option<u64>,
+    changed: u64,
+    lone: Vec<String>,
 }
 
 /// Answer of `run` and `leave`.
@@ -83,8 +85,8 @@ pub fn dismiss(name: &str, all: bool) -> Result<()> {
 }
 
 fn told(url: &str, status: Status) -> Outcome {
-    let Status { process, bytes, objects, free_bytes, users, linger_s, failure, neighbours, copies, uncopied, .. } =
-        status;
+    let Status { process, bytes, objects, free_bytes, users, linger_s, failure, .. } = status;
+    let Status { neighbours, copies, uncopied, changed, lone, .. } = status;
     let place = memory_place(url).1;
     let mut text = format!(
         "keeper of {}: process {process}, {} in {}, room for {}, {}\n",
@@ -111,6 +113,13 @@ fn told(url: &str, status: Status) -> Outcome {
         };
         let _ = writeln!(text, "other machines: {machines}; {are}");
     }
+    if changed > 0 {
+        let were = count(changed, "object", "objects");
+        let _ = writeln!(text, "changed in memory, so that this machine's memory may fail: {were}");
+    }
+    for name in &lone {
+        let _ = writeln!(text, "changed in memory, and no other machine has it: {}", plain(name));
+    }
     if let Some(failure) = &failure {
         let _ = writeln!(text, "not sent to the run's own place: {}", plain(failure));
     }
@@ -128,6 +137,8 @@ fn told(url: &str, status: Status) -> Outcome {
         neighbours,
         copies,
         uncopied,
+        changed,
+        lone,
     };
     outcome(text, &told, FINE)
 }

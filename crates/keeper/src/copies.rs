@@ -17,7 +17,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crc_fast::{CrcAlgorithm, Digest};
-use rustix::io::{Errno, pread, pwrite, retry_on_intr};
+use rustix::io::{Errno, pwrite, retry_on_intr};
 use shardfast_store::Kind;
 use shardfast_store::keeper::wire::{self, Answer, Carrier, Request, Role};
 use shardfast_store::objects::Objects;
@@ -227,23 +227,16 @@ fn send(table: &Table, at: usize, name: &str, memory: &Memory) -> Result<(), Fai
     }
     let (_, link) = table.call(at, &Request::Replica { name, bytes }, &[])?;
     let sent = || -> io::Result<Option<Answer>> {
-        let (mut piece, mut done, mut crc) = (vec![0; PIECE_BYTES], 0, Digest::new(CrcAlgorithm::Crc64Nvme));
         let began = Instant::now();
-        while done < memory.bytes {
+        let crc = memory.read_all(|piece, done| {
             if let Some(rate) = table.copies.rate {
                 let due = Duration::from_secs_f64(done as f64 / rate.max(1) as f64);
                 thread::sleep(due.saturating_sub(began.elapsed()));
             }
-            let bytes = piece.len().min((memory.bytes - done) as usize);
-            let read = retry_on_intr(|| pread(memory.descriptor(), &mut piece[..bytes], done))?;
-            if read == 0 {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-            crc.update(&piece[..read]);
-            link.put(&piece[..read])?;
-            done += read as u64;
-        }
-        link.put(&crc.finalize().to_le_bytes())?;
+            link.put(piece)
+        })?;
+        // Bytes that have changed since they came are refused there.
+        link.put(&memory.noted_crc(crc).to_le_bytes())?;
         Ok(wire::receive(&link)?.map(|(answer, _)| answer))
     };
     match sent().map_err(lost)? {
@@ -272,5 +265,6 @@ pub(crate) fn receive(link: &TcpStream, memory: &Memory) -> io::Result<bool> {
     }
     let mut expected = [0; wire::CRC_BYTES];
     link.fill(&mut expected)?;
-    Ok(u64::from_le_bytes(expected) == crc.finalize())
+    let crc = crc.finalize();
+    Ok(u64::from_le_bytes(expected) == crc && memory.noted_crc(crc) == crc)
 }

@@ -9,6 +9,7 @@
 //! [wire]: shardfast_store::keeper::wire
 
 mod copies;
+mod idle;
 mod listening;
 mod memory;
 mod neighbours;
@@ -88,6 +89,11 @@ impl Keeper {
         thread::Builder::new()
             .name("copy".to_owned())
             .spawn(move || copying.copies.run(&copying.objects, &copying.neighbours))
+            .map_err(|error| fail(Kind::Exhausted, &error))?;
+        let proving = Arc::clone(&served);
+        thread::Builder::new()
+            .name("prove".to_owned())
+            .spawn(move || idle::run(&proving))
             .map_err(|error| fail(Kind::Exhausted, &error))?;
         Ok(Keeper { listener, served, name: name.to_owned() })
     }

@@ -14,6 +14,7 @@ use shardfast_store::objects::{Objects, Refused};
 use shardfast_store::{Entry, Kind};
 
 use crate::copies::{self, Copies};
+use crate::idle::Changed;
 use crate::listening::{Listening, Serves};
 use crate::memory::Memory;
 use crate::neighbours::{Failure, Neighbours, Table};
@@ -34,6 +35,7 @@ pub(crate) struct Served {
     pub(crate) users: Users,
     pub(crate) neighbours: Neighbours,
     pub(crate) copies: Copies,
+    pub(crate) changed: Changed,
     pub(crate) listening: Listening,
     run: String,
     pub(crate) linger: Duration,
@@ -108,6 +110,7 @@ impl Served {
             users: Users::default(),
             neighbours: Neighbours::default(),
             copies: Copies::default(),
+            changed: Changed::default(),
             listening: Listening::default(),
             run: run.to_owned(),
             linger,
@@ -550,8 +553,14 @@ impl Served {
         room.bytes().saturating_sub(promised)
     }
 
+    /// Returns whether the name is still that of this memory.
+    pub(crate) fn is_there(&self, name: &str, memory: &Memory) -> bool {
+        self.objects.get(name).is_ok_and(|now| now.is(memory))
+    }
+
     fn status(&self) -> Status {
         let table = self.neighbours.table();
+        let (changed, lone) = self.changed.found(self);
         let (mut bytes, mut objects) = (0, 0);
         self.objects.each(|_, memory, _| {
             bytes += memory.bytes;
@@ -567,6 +576,8 @@ impl Served {
             neighbours: table.others().map(|at| table.address(at).to_owned()).collect(),
             copies: table.copies.count,
             uncopied: self.copies.missing(),
+            changed,
+            lone,
             leaves: self.users.leaves(),
             linger_s: self.linger.as_secs(),
             failure: self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone(),

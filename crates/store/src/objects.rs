@@ -87,6 +87,14 @@ impl<T: Clone> Objects<T> {
         }
     }
 
+    /// Removes the name of an object that `is_ours`.
+    pub fn remove(&self, name: &str, is_ours: impl Fn(&T) -> bool) {
+        let mut slots = self.lock();
+        if slots.get(name).is_some_and(|slot| is_ours(&slot.contents)) {
+            slots.remove(name);
+        }
+    }
+
     /// Returns the contents of a finished object.
     ///
     /// # Errors

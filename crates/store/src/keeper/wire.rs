@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Entry, Kind};
 
 /// Version of these messages: a process and a keeper with another one do not understand each other.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Longest message in bytes, without an object's own.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
@@ -321,6 +321,10 @@ pub struct Status {
     pub copies: u32,
     /// Files that have fewer; `None` while copies are made.
     pub uncopied: Option<u64>,
+    /// Number of objects whose bytes were found changed in memory.
+    pub changed: u64,
+    /// Names of those that are still there, since no other machine has them.
+    pub lone: Vec<String>,
 }
 
 /// Returns the address of the keeper of this user and name, which no file system shows.

@@ -528,6 +528,42 @@ def test_the_command_starts_asks_and_ends_a_keeper(run):
     assert keeper(run) is None
 
 
+def test_the_newest_step_in_memory_is_sent_at_once_when_asked(run):
+    with sf.Checkpointer(run, every=sf.steps(100), memory=sf.steps(1)) as ckpt:
+        ckpt.step(1, state_of(1))
+        ckpt.wait()
+        assert steps(run) == []
+        assert told("status", str(run))["steps"] == [{"step": 1, "survives": 0}]
+        sent = told("persist", str(run))
+        assert sent["step"] == 1 and sent["bytes"] > 0 and steps(run) == [1]
+        assert told("persist", str(run)) == {**sent, "bytes": 0}
+        ckpt.step(2, state_of(2))
+        ckpt.wait()
+        # The keeper goes on, and so does the training.
+        said = subprocess.run([COMMAND, "keeper", "persist", run], capture_output=True, text=True)
+        assert re.fullmatch(r".*/run: its newest step is 2; sent .*\n", said.stdout), said
+        ckpt.step(3, state_of(3))
+    assert steps(run) == [1, 2, 3]
+    wait_until("the keeper has ended", lambda: keeper(run) is None)
+    missing = subprocess.run([COMMAND, "keeper", "persist", run], capture_output=True, text=True)
+    assert missing.returncode == 3 and "no keeper of this name runs on this machine" in missing.stderr
+    for step in (1, 2, 3):
+        state = state_of(0)
+        sf.load(f"{run}/step-{step:08}", state)
+        expect_state(state, step)
+
+
+def test_what_is_asked_for_and_what_is_due_are_sent_side_by_side(run):
+    with sf.Checkpointer(run, every=sf.steps(1), memory=sf.steps(1)) as ckpt:
+        for step in range(1, 9):
+            ckpt.step(step, state_of(step, 3000))
+            ckpt.wait()
+            assert told("persist", str(run))["step"] == step
+    assert steps(run) == [*range(1, 9)]
+    checked = subprocess.run([COMMAND, "verify", f"{run}/step-00000008"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
 def rank_trains(rank, world, run):
     torch.manual_seed(0)
     model = nn.Linear(64, 32)

@@ -225,6 +225,7 @@ def test_a_machine_that_is_lost_costs_no_step_and_its_files_are_copied_again(tmp
         job.begin([0, 1, 2], 3, STAYS="1")
         job.expect("waits")
         job.expect_copies(0, 1, 2)
+        assert job.status(0)["steps"][-1] == {"step": 3, "survives": 1}
         job.lose(1)
         job.kill_ranks()
         job.begin([0, 1, 2], 4, STAYS="1")  # machine 1 is another one now

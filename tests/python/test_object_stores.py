@@ -139,6 +139,7 @@ def test_a_large_tensor_goes_in_parts_and_comes_back(service):
         ("s3://{bucket}/x?endpoint={endpoint}&addressing=odd", sf.Invalid, "addressing=path or addressing=virtual"),
         ("s3://{bucket}/x?endpoint={endpoint}&secret_access_key=hunter2", sf.Invalid, "no secret may"),
         ("s3:///x", sf.Invalid, "expected the name of a bucket"),
+        ("hdfs:///x", sf.Invalid, "expected a NameNode.s host"),
         ("s4://{bucket}/x", sf.Unsupported, "memory://, az://, gs://, hdfs://, s3://, keeper://, viewfs://"),
     ],
 )

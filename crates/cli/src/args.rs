@@ -260,6 +260,11 @@ pub(crate) enum Keeping {
         /// Path or URL of a run
         url: String,
     },
+    /// Send the newest step in memory to the run's own place now; the keeper goes on
+    Persist {
+        /// Path or URL of a run
+        url: String,
+    },
     /// Have the keeper send what only it has to the run's own place, and end
     Leave {
         /// Path or URL of a run

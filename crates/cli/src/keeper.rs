@@ -11,6 +11,7 @@ use shardfast_engine::retention::Keep;
 use shardfast_engine::{Error, Kind, Result, TIMEOUT};
 use shardfast_keeper::{Keeper, Status};
 use shardfast_tools::drain::{Drain, memory_place};
+use shardfast_tools::inspect::{Held, held_in_memory};
 
 use crate::FINE;
 use crate::args::Keeping;
@@ -43,6 +44,7 @@ struct Told {
     uncopied: Option<u64>,
     changed: u64,
     lone: Vec<String>,
+    steps: Vec<Held>,
 }
 
 /// Answer of `run` and `leave`.
@@ -50,6 +52,15 @@ struct Told {
 struct Left {
     url: String,
     place: String,
+}
+
+/// Answer of `persist`.
+#[derive(Debug, Serialize)]
+struct Persisted {
+    url: String,
+    place: String,
+    step: Option<u64>,
+    bytes: u64,
 }
 
 pub(crate) fn run(asked: Keeping, me: &[OsString]) -> Result<Outcome> {
@@ -60,6 +71,7 @@ pub(crate) fn run(asked: Keeping, me: &[OsString]) -> Result<Outcome> {
         }
         Keeping::Run { url, linger, detached } => keep(&url, linger, detached),
         Keeping::Status { url } => Ok(told(&url, shardfast_keeper::status(&memory_place(&url).0)?)),
+        Keeping::Persist { url } => persist(&url),
         Keeping::Leave { url, within } => leave(&url, within),
     }
 }
@@ -113,6 +125,15 @@ fn told(url: &str, status: Status) -> Outcome {
         };
         let _ = writeln!(text, "other machines: {machines}; {are}");
     }
+    let steps = held_in_memory(url, copies);
+    for Held { step, survives } in &steps {
+        let what = match survives {
+            Some(0) => "lost with a machine that has files of it".to_owned(),
+            Some(machines) => format!("outlives the loss of any {}", count((*machines).into(), "machine", "machines")),
+            None => "not known what it outlives, since a machine does not answer".to_owned(),
+        };
+        let _ = writeln!(text, "step {step}: {what}");
+    }
     if changed > 0 {
         let were = count(changed, "object", "objects");
         let _ = writeln!(text, "changed in memory, so that this machine's memory may fail: {were}");
@@ -139,6 +160,7 @@ fn told(url: &str, status: Status) -> Outcome {
         uncopied,
         changed,
         lone,
+        steps,
     };
     outcome(text, &told, FINE)
 }
@@ -216,16 +238,43 @@ fn keep(url: &str, linger: f64, detached: bool) -> Result<Outcome> {
 fn send(place: &str, url: &str) -> Result<()> {
     let drain = Drain::new(place, url, &Keep::default(), None, TIMEOUT)?;
     if drain.stand_in()? {
-        loop {
-            match drain.next() {
-                Ok(Some(_)) => {}
-                Ok(None) => break,
-                Err(error) if error.kind == Kind::NotFound => {} // another program has removed it
-                Err(error) => return Err(error),
-            }
-        }
+        send_all(&drain)?;
     }
     drain.expect_run()
+}
+
+/// Sends what waits; returns the bytes that were sent.
+fn send_all(drain: &Drain) -> Result<u64> {
+    let mut bytes = 0;
+    loop {
+        match drain.next() {
+            Ok(Some(sent)) => bytes += sent.bytes,
+            Ok(None) => return Ok(bytes),
+            Err(error) if error.kind == Kind::NotFound => {} // another program has removed it
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Sends the newest step in memory to the run's own place, unless that has it, or a newer one.
+fn persist(url: &str) -> Result<Outcome> {
+    let (name, place) = memory_place(url);
+    shardfast_keeper::status(&name)?;
+    let drain = Drain::new(&place, url, &Keep::default(), None, TIMEOUT)?;
+    let mut bytes = 0;
+    if drain.stand_in()? {
+        drain.send_every(None);
+        drain.choose_newest()?;
+        bytes = send_all(&drain)?;
+    }
+    drain.expect_run()?;
+    let step = drain.reached()?;
+    let sent = if bytes > 0 { format!("sent {}", size(bytes)) } else { "nothing in memory is newer".to_owned() };
+    let text = match step {
+        Some(step) => format!("{}: its newest step is {step}; {sent}\n", plain(url)),
+        None => format!("{}: it has no checkpoint; {sent}\n", plain(url)),
+    };
+    Ok(outcome(text, &Persisted { url: url.to_owned(), place, step, bytes }, FINE))
 }
 
 /// Has a keeper leave, and waits for its end.

@@ -71,7 +71,14 @@ impl<'a> Url<'a> {
         let location = decoded(self.trimmed()).ok_or_else(|| invalid("expected percent-encoded UTF-8"))?;
         let (bucket, prefix) = location.split_once('/').unwrap_or((&location, ""));
         if bucket.is_empty() {
-            return Err(invalid("expected the name of a bucket after \"//\""));
+            return Err(invalid(match self.scheme {
+                "hdfs" | "viewfs" => {
+                    "expected a NameNode's host, or the name of a nameservice or mount table, after \"//\": \
+                     fs.defaultFS does not stand in for it"
+                }
+                "keeper" => "expected the name of a keeper after \"//\"",
+                _ => "expected the name of a bucket after \"//\"",
+            }));
         }
         Ok((bucket.to_owned(), prefix.to_owned()))
     }

@@ -15,7 +15,7 @@ use shardfast_engine::reads::ValueRef;
 use shardfast_engine::runs;
 use shardfast_engine::stream::{batches, tensor_bytes};
 use shardfast_format::object::decode;
-use shardfast_format::{Extent, LEAVING, LeafKind, Manifest, SaveInfo};
+use shardfast_format::{Extent, LEAVING, LeafKind, Manifest, SaveInfo, step_dir};
 use shardfast_store::{Shared, join, keeper};
 use shardfast_transfer::error::{Error, Kind, Result, retry};
 use shardfast_transfer::timeout::Timeout;
@@ -173,6 +173,27 @@ fn in_memory(url: &str) -> Option<InMemory> {
         Ok((steps, _)) => InMemory { url: place, steps: committed(steps), error: None },
         Err(error) => InMemory { url: place, steps: Vec::new(), error: Some(error.message) },
     })
+}
+
+/// A committed checkpoint in memory.
+#[derive(Debug, Clone, Serialize)]
+pub struct Held {
+    /// Training step.
+    pub step: u64,
+    /// Machines that may be lost without it, whichever they are; `None` while a machine does not answer.
+    pub survives: Option<u32>,
+}
+
+/// Returns what the keepers of the run have; each file is to have that many copies on other machines.
+pub fn held_in_memory(url: &str, copies: u32) -> Vec<Held> {
+    let (name, _) = memory_place(url);
+    let survives = |step: u64| match keeper::uncopied(&name, &format!("{}/", step_dir(step))) {
+        Ok(0) => Some(copies),
+        Ok(_) => Some(0),
+        Err(_) => None,
+    };
+    let steps = in_memory(url).map(|memory| memory.steps).unwrap_or_default();
+    steps.into_iter().map(|step| Held { step, survives: survives(step) }).collect()
 }
 
 fn outline(url: &str, step: Option<u64>, shared: &Arc<Shared>, timeout: &Timeout) -> Result<Outline> {

@@ -12,9 +12,11 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use shardfast_store::keeper::wire::{Answer, Request};
+use shardfast_store::objects::Objects;
 
 use crate::memory::Memory;
-use crate::serving::Served;
+use crate::neighbours::{Neighbours, Table};
+use crate::users::Users;
 
 /// Time for which the thread pauses for each unit of time in which it reads: it takes a twentieth of a core.
 const PAUSES: u32 = 19;
@@ -39,69 +41,70 @@ impl Changed {
     }
 
     /// Returns the number of objects that were found changed, and the names of those that no other machine has.
-    pub(crate) fn found(&self, served: &Served) -> (u64, Vec<String>) {
+    pub(crate) fn found(&self, objects: &Objects<Memory>) -> (u64, Vec<String>) {
         let mut found = self.lock();
-        found.lone.retain(|(name, memory)| served.is_there(name, memory));
+        found.lone.retain(|(name, memory)| is_there(objects, name, memory));
         (found.count, found.lone.iter().map(|(name, _)| name.clone()).collect())
     }
-}
 
-/// Proves all objects in turn, for as long as the keeper lives.
-pub(crate) fn run(served: &Served) {
-    while !served.users.has_ended() {
-        prove_all(served, &|took| thread::sleep(took * PAUSES));
-        thread::sleep(READS_EVERY);
+    /// Proves all objects in turn, for as long as the keeper lives.
+    pub(crate) fn run(&self, objects: &Objects<Memory>, neighbours: &Neighbours, users: &Users) {
+        while !users.has_ended() {
+            self.prove_all(objects, neighbours, &|took| thread::sleep(took * PAUSES));
+            thread::sleep(READS_EVERY);
+        }
+    }
+
+    /// Proves each object once. `pause` is called after each piece, with the time that it took.
+    fn prove_all(&self, objects: &Objects<Memory>, neighbours: &Neighbours, pause: &dyn Fn(Duration)) {
+        let mut all: Vec<(String, Memory)> = Vec::new();
+        objects.each(|name, memory, is_finished| {
+            if is_finished {
+                all.push((name.to_owned(), memory.clone()));
+            }
+        });
+        for (name, memory) in all {
+            // Memory that cannot be read now is read in the next turn.
+            if !matches!(proves(objects, &name, &memory, pause), Ok(false)) {
+                continue;
+            }
+            let is_elsewhere = make_again(objects, &neighbours.table(), &name, &memory);
+            let mut found = self.lock();
+            if found.lone.iter().any(|(_, lone)| lone.is(&memory)) {
+                continue;
+            }
+            found.count += 1;
+            if !is_elsewhere {
+                found.lone.push((name, memory));
+            }
+        }
     }
 }
 
-/// Proves each object once. `pause` is called after each piece, with the time that it took.
-fn prove_all(served: &Served, pause: &dyn Fn(Duration)) {
-    let mut all: Vec<(String, Memory)> = Vec::new();
-    served.objects.each(|name, memory, is_finished| {
-        if is_finished {
-            all.push((name.to_owned(), memory.clone()));
-        }
-    });
-    for (name, memory) in all {
-        // Memory that cannot be read now is read in the next turn.
-        if !matches!(proves(served, &name, &memory, pause), Ok(false)) {
-            continue;
-        }
-        let is_elsewhere = make_again(served, &name, &memory);
-        let mut found = served.changed.lock();
-        if found.lone.iter().any(|(_, lone)| lone.is(&memory)) {
-            continue;
-        }
-        found.count += 1;
-        if !is_elsewhere {
-            found.lone.push((name, memory));
-        }
-    }
+/// Returns whether the name is still that of this memory.
+fn is_there(objects: &Objects<Memory>, name: &str, memory: &Memory) -> bool {
+    objects.get(name).is_ok_and(|now| now.is(memory))
 }
 
-/// Returns whether the bytes are those of before; they count as that if the object is deleted meanwhile.
-fn proves(served: &Served, name: &str, memory: &Memory, pause: &dyn Fn(Duration)) -> Result<bool, Errno> {
+/// Returns whether the bytes are those of before; fails if the object is deleted meanwhile.
+fn proves(objects: &Objects<Memory>, name: &str, memory: &Memory, pause: &dyn Fn(Duration)) -> Result<bool, Errno> {
     let mut began = Instant::now();
     let crc = memory.read_all(|_, _| {
         pause(began.elapsed());
         began = Instant::now();
-        match served.is_there(name, memory) {
-            true => Ok(()),
-            false => Err(Errno::NOENT),
-        }
+        if is_there(objects, name, memory) { Ok(()) } else { Err(Errno::NOENT) }
     })?;
     Ok(memory.noted_crc(crc) == crc)
 }
 
 /// Takes an object from this machine and has it copied from another one that has it; returns whether one has.
-fn make_again(served: &Served, name: &str, memory: &Memory) -> bool {
-    let table = served.neighbours.table();
+fn make_again(objects: &Objects<Memory>, table: &Table, name: &str, memory: &Memory) -> bool {
     let located = table.ask_all(&Request::Locate { name: name.to_owned() }, &[]);
     let has_it = |answer: &Answer| matches!(answer, Answer::Bytes(bytes) if *bytes == memory.bytes);
     if !located.iter().any(|(_, answer)| answer.as_ref().is_ok_and(has_it)) {
         return false;
     }
-    served.objects.remove(name, |now| now.is(memory));
+    objects.remove(name, |now| now.is(memory));
     // One that does not answer looks again when it copies something else.
     table.ask_all(&Request::Joined { me: table.me as u32 }, &[]);
     true
@@ -118,6 +121,7 @@ mod tests {
 
     use super::*;
     use crate::Keeper;
+    use crate::serving::Served;
 
     const BLOCK: usize = 512;
     const BLOCKS: usize = 16;
@@ -174,8 +178,9 @@ mod tests {
         }
 
         fn prove(&self, at: usize) -> (u64, Vec<String>) {
-            prove_all(self.served(at), &|_| {});
-            self.served(at).changed.found(self.served(at))
+            let served = self.served(at);
+            served.changed.prove_all(&served.objects, &served.neighbours, &|_| {});
+            served.changed.found(&served.objects)
         }
     }
 

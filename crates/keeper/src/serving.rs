@@ -553,14 +553,9 @@ impl Served {
         room.bytes().saturating_sub(promised)
     }
 
-    /// Returns whether the name is still that of this memory.
-    pub(crate) fn is_there(&self, name: &str, memory: &Memory) -> bool {
-        self.objects.get(name).is_ok_and(|now| now.is(memory))
-    }
-
     fn status(&self) -> Status {
         let table = self.neighbours.table();
-        let (changed, lone) = self.changed.found(self);
+        let (changed, lone) = self.changed.found(&self.objects);
         let (mut bytes, mut objects) = (0, 0);
         self.objects.each(|_, memory, _| {
             bytes += memory.bytes;

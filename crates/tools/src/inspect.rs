@@ -178,7 +178,7 @@ fn in_memory(url: &str) -> Option<InMemory> {
 /// A committed checkpoint in memory.
 #[derive(Debug, Clone, Serialize)]
 pub struct Held {
-    /// Training step.
+    /// Training step of the checkpoint.
     pub step: u64,
     /// Machines that may be lost without it, whichever they are; `None` while a machine does not answer.
     pub survives: Option<u32>,

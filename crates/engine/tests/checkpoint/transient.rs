@@ -36,7 +36,7 @@ const NEEDED: [&str; 10] = [
 ];
 
 /// Number of passes over all calls to meet each of [`NEEDED`].
-const PASSES_MAX: usize = 5;
+const PASSES_MAX: usize = 30;
 
 fn is_data(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "safetensors")

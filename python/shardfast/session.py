@@ -604,8 +604,9 @@ def _met_by_environment(timeout_s: float, staging_bytes: int | None) -> tuple[Se
     if world == 1:
         return Session.solo(staging_bytes=staging_bytes), None
     host, _, port = root.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise Invalid(f"{ROOT}={root!r}: expected rank 0's host and port, such as 'node-7:29600'")
+    is_bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or is_bare or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise Invalid(f"{ROOT}={root!r}: expected rank 0's host and port, such as 'node-7:29600' or '[fd00::7]:29600'")
     if token is None:
         raise Invalid(f"{TOKEN}: not set; expected a secret that only the ranks of this job know")
     (own, ports), problem = _where(world, host.strip("[]"))

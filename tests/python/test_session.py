@@ -296,6 +296,7 @@ def test_a_job_without_torch_meets_through_its_environment(job, tmp_path):
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many': expected a number, at least 1"),
         ({"SHARDFAST_TOKEN": None}, "SHARDFAST_TOKEN: not set; expected a secret"),
         ({"SHARDFAST_ROOT": "here"}, "SHARDFAST_ROOT='here': expected rank 0's host and port"),
+        ({"SHARDFAST_ROOT": "::1:29600"}, "SHARDFAST_ROOT='::1:29600': expected rank 0's host and port"),
         ({"SHARDFAST_TLS_KEY": "key.pem"}, "SHARDFAST_TLS_CERT and SHARDFAST_TLS_CA: not set; TLS needs all of"),
         ({"RANK": "2"}, "rank 2 is not below the world's size, 2"),
     ],

@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
+use rustix::process::setpriority_process;
 use shardfast_store::keeper::wire::{Answer, Request};
 use shardfast_store::objects::Objects;
 
@@ -20,6 +21,9 @@ use crate::users::Users;
 
 /// Time for which the thread pauses for each unit of time in which it reads: it takes a twentieth of a core.
 const PAUSES: u32 = 19;
+
+/// Lowest priority of a thread: what others leave of the cores.
+const LEAST: i32 = 19;
 
 /// Pause after all objects were read.
 const READS_EVERY: Duration = Duration::from_secs(10);
@@ -49,6 +53,8 @@ impl Changed {
 
     /// Proves all objects in turn, for as long as the keeper lives.
     pub(crate) fn run(&self, objects: &Objects<Memory>, neighbours: &Neighbours, users: &Users) {
+        // Of this thread alone.
+        let _ = setpriority_process(None, LEAST);
         while !users.has_ended() {
             self.prove_all(objects, neighbours, &|took| thread::sleep(took * PAUSES));
             thread::sleep(READS_EVERY);

@@ -12,9 +12,11 @@ import pytest
 _NUMBERS = itertools.count()
 
 
-def shell(command: str) -> None:
+def shell(command: str) -> str:
+    """What the command prints."""
     done = subprocess.run(command.split(), capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
 
 
 class Machines:
@@ -57,6 +59,18 @@ class Machines:
         shell(f"ip link set {self.space(at)}a {'up' if is_in else 'down'}")
 
 
+def _free_net(bridge: str) -> str:
+    """Gives the bridge the first address of a network that no other one here has; returns the network's first bytes."""
+    for number in range(250):
+        net = f"10.77.{(os.getpid() + number) % 250}"
+        shell(f"ip addr add {net}.1/24 dev {bridge}")
+        # Two that add it at once both see two, and both go on.
+        if shell(f"ip -o -4 addr show to {net}.1/32").count("\n") == 1:
+            return net
+        shell(f"ip addr del {net}.1/24 dev {bridge}")
+    raise RuntimeError("all networks of the machines of tests are taken")
+
+
 @contextmanager
 def machines(count: int) -> Iterator[Machines]:
     """Machines with the numbers from 0 on; skips the test where they cannot be made."""
@@ -64,11 +78,10 @@ def machines(count: int) -> Iterator[Machines]:
         pytest.skip("network namespaces take root, iproute2 and unshare")
     # Links of machines that are gone may stay for a moment.
     name = f"sf{os.getpid() % 10000}{next(_NUMBERS) % 100:02}"
-    made = Machines(name, f"10.77.{os.getpid() % 250}", count)
     with ExitStack() as ends:
         shell(f"ip link add {name} type bridge")
         ends.callback(shell, f"ip link del {name}")
-        shell(f"ip addr add {made.here}/24 dev {name}")
+        made = Machines(name, _free_net(name), count)
         shell(f"ip link set {name} up")
         for at in range(count):
             made.add(at, ends)

@@ -1,8 +1,12 @@
-"""A run that is saved in the memory of several machines, some of which are lost."""
+"""A run that is saved in the memory of several machines, some of which are lost.
+
+``SHARDFAST_MACHINE_KILLS`` is the number of trainings that are cut off at random moments.
+"""
 
 import ast
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -19,6 +23,8 @@ from shardfast import native
 
 COMMAND = Path(sys.executable).with_name("shardfast")
 PORT = 20600
+KILLS = int(os.environ.get("SHARDFAST_MACHINE_KILLS", "1"))
+ROUNDS = 3
 DEADLINE_S = 150.0
 
 TRAINING = """
@@ -173,6 +179,26 @@ class Cluster:
             while (status := self.status(machine)) is None or status["uncopied"] != 0:
                 assert time.monotonic() < until, status
                 time.sleep(0.2)
+
+    def safe_step(self, at: int) -> int:
+        """The newest step that the loss of any machine leaves, as the keeper there says; 0 without one."""
+        held = (self.status(at) or {"steps": []})["steps"]
+        return max((step["step"] for step in held if step["survives"]), default=0)
+
+    def cut_off(self, kind: str, at: int, after_s: float) -> None:
+        """Ends the training, some time after something happened to a machine or its rank."""
+        if kind == "rank":
+            self.ranks[at].kill()
+        elif kind == "keeper" and (status := self.status(at)) is not None:
+            os.kill(status["process"], signal.SIGKILL)
+        elif kind == "machine":
+            self.lose(at)
+        elif kind == "cable":
+            self.machines.plug(at, is_in=False)
+        time.sleep(after_s)
+        self.kill_ranks()
+        if kind == "cable":
+            self.machines.plug(at, is_in=True)
 
     def lose(self, at: int) -> None:
         """Ends the rank of a machine, and its keeper with all that it has."""
@@ -407,3 +433,38 @@ def test_a_keeper_that_cannot_leave_serves_the_next_job(tmp_path):
         assert time.monotonic() - began < usual_s + 25
         job.ended()
         assert steps(job.run) == [4]
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_what_one_machine_loses_at_any_moment_costs_no_step_that_has_its_copies(tmp_path, seed):
+    dice = random.Random(f"machines {seed}")
+    with cluster(tmp_path, 3) as job:
+        at, safe, log = [0, 1, 2], 0, []
+        for is_last in [False] * ROUNDS + [True]:
+            paced = job.pace(0) if is_last else {"SLOW": "0"}
+            job.begin(at, 10**6, every=dice.choice([5, 1000]), **paced)
+            restored = {int(line.split()[1]) for line in job.expect("restored .*")}
+            log.append((at, restored))
+            assert len(restored) == 1 and min(restored) >= max([safe, *steps(job.run)]), log
+            if is_last:
+                break
+            until = time.monotonic() + DEADLINE_S
+            while job.safe_step(at[0]) <= max(restored):
+                assert time.monotonic() < until, (log, job.status(at[0]))
+                time.sleep(0.05)
+            time.sleep(dice.random())
+            safe = job.safe_step(at[0])
+            kind, lost = dice.choice(["ranks", "rank", "keeper", "machine", "cable"]), dice.choice(at)
+            log.append((kind, lost, safe))
+            job.cut_off(kind, lost, dice.random() * 0.5)
+            # The next job has the machine again, without its memory if that was lost, or begins with the others.
+            others = [machine for machine in range(3) if machine != lost]
+            at = dice.choice([[0, 1, 2], [2, 0, 1], others, others])
+        last = max(restored) + 3
+        job.pace(last, is_last=True)
+        job.ended()
+        assert steps(job.run)[-1] == last, (log, last)
+        until = time.monotonic() + DEADLINE_S
+        while left := [machine for machine in at if job.status(machine)]:
+            assert time.monotonic() < until, (log, left)
+            time.sleep(0.1)

@@ -86,6 +86,7 @@ LOADERS = (
 
 LOCAL = "tests/python/test_local.py"
 MEMORY = "tests/python/test_memory.py"
+MACHINES = "tests/python/test_memory_machines.py"
 
 STEPS = [
     Step(SERVERS, ["scripts/servers.sh", "install"]),
@@ -215,6 +216,11 @@ STEPS = [
     Step(
         "trainings with memory that are killed",
         given({"SHARDFAST_MEMORY_KILLS": 100}, *pytest("-o", "faulthandler_timeout=0", MEMORY)),
+    ),
+    # Ten seconds for each.
+    Step(
+        "machines with memory that are lost at any moment",
+        given({"SHARDFAST_MACHINE_KILLS": 200}, *pytest("-o", "faulthandler_timeout=0", MACHINES, "-k", "any_moment")),
     ),
     Step(
         "runs that are tended",

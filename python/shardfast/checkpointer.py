@@ -382,7 +382,7 @@ class Checkpointer:
         """Whether the ranks agree to stop after this step, since one was told to."""
         if self._told is None or self.stopping or not self._told.passed(self._timeout_s, self._process_group):
             return False
-        self._told.say(self.url, step, self.report)
+        self._told.say(self.url, step)
         if self._memory is not None:
             self._memory.is_passed = True  # the machine may go
         return True
@@ -551,8 +551,8 @@ class Checkpointer:
     def _ended(self, pending: Pending, *, is_committed: bool) -> None:
         """Notes what a save did that has ended. What was captured ahead of it would keep the tensors' memory."""
         self.report, window = pending.report, pending.window
-        if self._told is not None:
-            self._told.saved(self.url, self.report)
+        if self._told is not None and (self._memory is None or not pending.url.startswith(self._memory.place)):
+            self._told.saved(self.url, self.report)  # as the last one will be saved
         if window is not None:
             self.capture.ended(window, self.report["ahead"], is_committed=is_committed)
             pending.window = None

@@ -123,9 +123,9 @@ def seconds_of(within: Any) -> float | Path | None:
     return float(within)
 
 
-def lasts_s_of(report: dict[str, Any] | None) -> float | None:
+def lasts_s_of(report: dict[str, Any]) -> float | None:
     """The time from the call of a save to its commit, by its report, in seconds; ``None`` if it has not committed."""
-    committed_ms = report["phases_ms"].get("committed") if report else None
+    committed_ms = report["phases_ms"].get("committed")
     return None if committed_ms is None else committed_ms / 1e3
 
 
@@ -165,6 +165,8 @@ class Told:
     def __init__(self, signals: tuple[signal.Signals, ...], within: float | Path | None) -> None:
         self._within, self._process = within, os.getpid()
         self._at: float | None = None
+        # What the last save took, from its call to its commit.
+        self._lasts_s: float | None = None
         self._session: native.Session | None = None
         self._job: Any = None
         self._agreement: native.Stopping | None = None
@@ -254,12 +256,12 @@ class Told:
         known = [end for end in ends if end is not None]
         return min(known) - time.time() if known else None
 
-    def say(self, url: str, step: int, report: dict[str, Any] | None) -> None:
-        """Logs that all ranks save ``step``, and if that takes longer than is left, by the report of the last save."""
+    def say(self, url: str, step: int) -> None:
+        """Logs that all ranks save ``step``, and if that takes longer than is left, by what the last save took."""
         left_s = self.left_s()
         said = "" if left_s is None else f", in {interval.spoken(left_s)}" if left_s > 0 else ", and its time is over"
         _log.warning("%s: told to stop%s: all ranks save step %d", url, said, step)
-        lasts_s = lasts_s_of(report)
+        lasts_s = self._lasts_s
         if left_s is not None and lasts_s is not None and lasts_s > left_s:
             _log.error(
                 "%s: step %d will not be durable in time: a save of this run takes about %s, and %s are left",
@@ -270,8 +272,8 @@ class Told:
             )
 
     def saved(self, url: str, report: dict[str, Any]) -> None:
-        """Warns, once, of a save that has lasted longer than the program has after a signal, where that is a number."""
-        lasts_s = lasts_s_of(report)
+        """Notes what a save took; warns, once, if that is longer than the program has after a signal."""
+        lasts_s = self._lasts_s = lasts_s_of(report) or self._lasts_s
         if not isinstance(self._within, float) or lasts_s is None or lasts_s <= self._within or url in self._warned:
             return
         self._warned.add(url)

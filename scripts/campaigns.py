@@ -215,7 +215,10 @@ STEPS = [
     ),
     Step(
         "trainings with memory that are killed",
-        given({"SHARDFAST_MEMORY_KILLS": 100}, *pytest("-o", "faulthandler_timeout=0", MEMORY)),
+        given(
+            {"SHARDFAST_MEMORY_KILLS": 100, "SHARDFAST_MEMORY_SIGNALS": 60},
+            *pytest("-o", "faulthandler_timeout=0", MEMORY),
+        ),
     ),
     # Ten seconds for each.
     Step(

@@ -1,5 +1,6 @@
 """A run that is saved in the memory of a process that outlives the training."""
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -21,6 +22,9 @@ from torch import nn
 
 KILLS = int(os.environ.get("SHARDFAST_MEMORY_KILLS", "2"))
 """Killed trainings of a usual run; a campaign sets more."""
+
+SIGNALS = int(os.environ.get("SHARDFAST_MEMORY_SIGNALS", "1"))
+"""Likewise, of trainings that are ended by a signal."""
 
 COMMAND = Path(sys.executable).with_name("shardfast")
 
@@ -562,6 +566,95 @@ def test_what_is_asked_for_and_what_is_due_are_sent_side_by_side(run):
     assert steps(run) == [*range(1, 9)]
     checked = subprocess.run([COMMAND, "verify", f"{run}/step-00000008"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
+
+
+PHASES = ("forward", "step", "save", "validation")
+
+LAUNCHED = """
+import os, sys, time, torch, torch.distributed as dist, shardfast as sf
+from torch.utils.data import DataLoader
+run, notes, on_signal = sys.argv[1:]
+dist.init_process_group("gloo")
+is_first = dist.get_rank() == 0
+torch.manual_seed(0)
+def note(text):
+    if is_first:
+        with open(notes, "a") as out:
+            out.write(text + "\\n")
+    time.sleep(0.02)
+model = torch.nn.Linear(1000, 1000)
+state = {"model": model}
+loader = DataLoader(torch.arange(10**6), batch_size=2, num_workers=2, persistent_workers=True)
+with sf.Checkpointer(run, every=sf.steps(1000), memory=sf.steps(1), on_signal=on_signal or None) as ckpt:
+    for step, batch in enumerate(loader, ckpt.restore(state) + 1):
+        note("forward")
+        model(batch.sum() * torch.ones(1000)).sum().backward()
+        note("step")
+        with torch.no_grad():
+            model.weight.fill_(step)
+        note("save")
+        ckpt.step(step, state)
+        if ckpt.stopping:
+            break
+        ckpt.wait()
+        note(f"saved {step}")
+        note("validation")
+        with torch.no_grad():
+            model(torch.ones(1000))
+"""
+
+
+def below(process):
+    """The processes that a process has started, and those that they have."""
+    found = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *below(child)]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(SIGNALS))
+def test_a_signal_to_all_that_a_launcher_has_started_costs_no_step_that_is_in_memory(run, tmp_path, seed):
+    dice = random.Random(f"signals {seed}")
+    phase, to, on_signal = dice.choice(PHASES), dice.choice(["launcher", "group", "each"]), dice.choice(["", "SIGTERM"])
+    notes, script = tmp_path / "notes", tmp_path / "training.py"
+    script.write_text(LAUNCHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(
+            [*command, script, run, notes, on_signal],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    all_of_it = []
+    try:
+        steps_before = dice.randrange(2, 8)
+        told = f"saved {steps_before}\n"
+        wait_until(told, lambda: notes.exists() and told in notes.read_text())
+        wait_until(phase, lambda: notes.read_text().endswith(f"{phase}\n"))
+        all_of_it = [launcher.pid, *below(launcher.pid)]
+        time.sleep(dice.random() * 0.02)
+        saved = max(int(line.split()[1]) for line in notes.read_text().splitlines() if line.startswith("saved"))
+        if to == "launcher":
+            launcher.terminate()
+        elif to == "group":
+            os.killpg(launcher.pid, signal.SIGTERM)
+        else:
+            for process in all_of_it:
+                os.kill(process, signal.SIGTERM)
+        launcher.wait(timeout=120)
+    finally:
+        for process in {launcher.pid, *all_of_it} - {keeper(run)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        launcher.wait()
+    model = nn.Linear(1000, 1000)
+    with sf.Checkpointer(run, every=sf.steps(1000), memory=sf.steps(1)) as ckpt:
+        restored = ckpt.restore({"model": model})
+        assert restored >= saved, (phase, to, on_signal, (tmp_path / "log").read_text()[-3000:])
+        assert bool((model.weight == restored).all())
 
 
 def rank_trains(rank, world, run):

@@ -196,7 +196,7 @@ def test_a_machine_that_goes_and_comes_back_costs_no_step_and_no_bit(ranks, tmp_
             assert code == 0 or "RendezvousClosedError" in log, log
         said = job.said()
         stale = job.stale(at).read_text() if kind == "stopped" else ""
-    assert stale.split(":")[0] in ("", "Unavailable", "Conflict")  # nothing where its agent ended it first
+    assert stale.split(":")[0] in ("", "Unavailable", "Conflict"), stale  # nothing where its agent ended it first
     groups = groups_of(said)
     print(stale)
     print(kind, at, [(group[0]["world"], group[0]["start"], group[-1]["step"]) for group in groups])

@@ -32,6 +32,7 @@ use crate::assemble::assemble;
 use crate::concurrently;
 use crate::contents;
 use crate::files_exist;
+use crate::jobs;
 use crate::operation::Operation;
 use crate::planning::ValuePlan;
 use crate::receipt::Receipt;
@@ -157,8 +158,15 @@ pub(crate) fn of_newer_job(
     if !matches!(error.kind, Kind::Corrupt | Kind::NotFound) {
         return error;
     }
-    match expect_newest_job(operation, destination, patience, progress, false) {
-        Err(newer) if newer.kind == Kind::Conflict => newer,
+    let engine = &operation.engine;
+    let run = shardfast_store::split(&destination.url).map(|(run, _)| run).unwrap_or_default();
+    let Ok(store) = engine.observed_store(&run, &operation.deadline().into(), &progress.shared.observed) else {
+        return error;
+    };
+    // Rank 0 knows its job; the others know what it is called.
+    let job = engine.jobs.find(&run).or_else(|| jobs::named(&*store, &engine.meeting(), patience).ok()?);
+    match job.map(|job| job.may_commit(Ok(&*store), &run, (destination.step, false), patience)) {
+        Some(Err(newer)) if newer.kind == Kind::Conflict => newer,
         _ => error,
     }
 }

@@ -65,7 +65,7 @@ impl Jobs {
         if let Some(refused) = refused {
             return Err(refused);
         }
-        let name: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
+        let name = text_of(name);
         let found = list(store, patience)?;
         let newest = found.last().cloned();
         let job = match newest {
@@ -216,6 +216,15 @@ pub fn owner(near: &dyn Store, run: &dyn Store, patience: Patience<'_>) -> Resul
     Ok(own.filter(|own| newest.as_ref() == Some(own)))
 }
 
+/// Returns the job of that name in a run, whose store that is; `None` if none has begun to save there, or long ago.
+///
+/// # Errors
+/// The store's errors.
+pub(crate) fn named(store: &dyn Store, name: &[u8], patience: Patience<'_>) -> Result<Option<Job>> {
+    let name = text_of(name);
+    Ok(list(store, patience)?.into_iter().find(|job| job.name == name))
+}
+
 /// Returns the newest job of a run or of its nearer place, whose store that is.
 ///
 /// # Errors
@@ -250,6 +259,11 @@ pub(crate) fn is_nearer(store: &dyn Store, patience: Patience<'_>) -> Result<boo
 /// Returns the step at which a job has begun, by the text of its object; 0 if it does not say so.
 fn step_of(text: &str) -> u64 {
     word(text, "step ").and_then(|step| step.parse().ok()).unwrap_or(0)
+}
+
+/// Returns the name of a job as it stands in that of its object.
+fn text_of(name: &[u8]) -> String {
+    name.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Lists the run's jobs, the newest last.

@@ -4,13 +4,14 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
 
 use shardfast_engine::runs::{list, step_url};
-use shardfast_engine::{Engine, Kind, Result, rewind, save_to};
+use shardfast_engine::{Engine, Kind, Pending, Result, rewind, save_to};
 use shardfast_store::disk::RealDisk;
 
 use crate::crash::{Hooked, store};
-use crate::job::{LONG, Truth, destination};
+use crate::job::{Job, LONG, Truth, alike, destination};
 use crate::layout::{Dice, Layout};
 use crate::reshard::scratch;
 
@@ -97,4 +98,52 @@ fn a_save_whose_files_a_newer_job_has_taken_away_is_told_of_that_job() {
         usize::from(has_begun)
     });
     assert!(triggered.sum::<usize>() > 5);
+}
+
+#[test]
+fn each_rank_is_told_of_the_newer_job_that_has_taken_the_files_of_one_of_them() {
+    let triggered = (0..40).map(|at| {
+        let dir = scratch();
+        let run = dir.path().to_str().unwrap().to_owned();
+        let job = Job::new(Layout::rows(2));
+        let begun = |engine: &Arc<Engine>| rewind::begin(engine, (&run, None), 7, false, LONG).map(drop);
+        assert_eq!(
+            alike(thread::scope(|ranks| {
+                let begins: Vec<_> = job.engines.iter().map(|engine| ranks.spawn(|| begun(engine))).collect();
+                begins.into_iter().map(|rank| rank.join().unwrap()).collect()
+            })),
+            Ok(vec![(), ()])
+        );
+        let (place, made, has_begun) = (step_url(&run, 7), AtomicUsize::new(0), Arc::new(AtomicBool::new(false)));
+        let (noted, gone) = (Arc::clone(&has_begun), place.clone());
+        let hook = Arc::new(move |_: &'static str, _: &Path| {
+            let is_now = made.fetch_add(1, Ordering::Relaxed) == at;
+            if is_now && rewind::begin(&Engine::solo(), (&run, None), 7, false, LONG).is_ok() {
+                noted.store(true, Ordering::Relaxed);
+                let _ = fs::remove_dir_all(&gone);
+            }
+            None
+        });
+        // Only the calls of rank 1 are counted, and only its files are known to be gone when it makes the next one.
+        let open = |rank: u32| match rank {
+            0 => store(RealDisk, &place),
+            _ => {
+                let hook = Arc::clone(&hook);
+                store(Hooked::new(&RealDisk, move |call, path| hook(call, path)), &place)
+            }
+        };
+        let saves: Vec<Pending> = (0..)
+            .zip(&job.engines)
+            .map(|(rank, engine)| {
+                let state = Truth::small(1, 50).state(&job.layout, rank, &mut Dice(1));
+                save_to(engine, open(rank), destination(&place), state, LONG)
+            })
+            .collect();
+        let saved: Vec<Result<()>> = saves.iter().map(|save| save.committed(None)).collect();
+        let has_begun = has_begun.load(Ordering::Relaxed);
+        let is_told = |saved: &Result<()>| saved.as_ref().is_err_and(|error| error.kind == Kind::Conflict);
+        assert!(!has_begun || saved.iter().all(is_told), "call {at}: {saved:?}");
+        usize::from(has_begun)
+    });
+    assert!(triggered.sum::<usize>() > 3);
 }

@@ -85,7 +85,7 @@ LOADERS = (
 )
 
 LOCAL = "tests/python/test_local.py"
-MEMORY = "tests/python/test_memory.py"
+MEMORY = ("tests/python/test_memory.py", "tests/python/test_memory_ends.py")
 MACHINES = "tests/python/test_memory_machines.py"
 
 STEPS = [
@@ -217,7 +217,7 @@ STEPS = [
         "trainings with memory that are killed",
         given(
             {"SHARDFAST_MEMORY_KILLS": 100, "SHARDFAST_MEMORY_SIGNALS": 60},
-            *pytest("-o", "faulthandler_timeout=0", MEMORY),
+            *pytest("-o", "faulthandler_timeout=0", *MEMORY),
         ),
     ),
     # Ten seconds for each.

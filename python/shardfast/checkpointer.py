@@ -249,10 +249,10 @@ class Checkpointer:
         began = time.perf_counter()
         session = current(self._timeout_s, self._process_group)
         options = prepared(
-            session,
-            lambda: Options(strict, rename, cast, patterns(only), per_rank, self._pickle),
-            self._timeout_s,
+            session, lambda: Options(strict, rename, cast, patterns(only), per_rank, self._pickle), self._timeout_s
         )
+        if self._near is None and session.rank == 0:
+            restoring.say_unasked(self.url)
         self._agree("restore", session)
         if step is not None:
             prepared(session, lambda: restoring.expect_asked(step, older), self._timeout_s)

@@ -270,4 +270,4 @@ def spoken(seconds: float) -> str:
     for size, unit in units:
         if seconds >= 2 * size or (unit == "s" and seconds >= 1):
             return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else "1 s"

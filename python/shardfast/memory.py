@@ -111,6 +111,8 @@ class Memory:
             )
         if local is not None:
             raise Invalid("memory= and local=: expected one of them: what is in memory is sent to the run's own place")
+        if url.startswith(("memory://", "keeper://")):
+            raise Invalid(f"{url}: expected a run whose own place outlives this machine's processes, beside memory=")
         if over > 1:
             raise Invalid(f"over={over}: expected 1 beside memory=, whose saves are too near each other for more")
         if peers is not None and not isinstance(peers, Copies):
@@ -123,6 +125,8 @@ class Memory:
         self._background = Background()
         self._reviving: Future[None] | None = None
         self._is_lost = self.is_passed = False
+        # A newer job saves into the run; known to rank 0.
+        self.overtaken: Conflict | None = None
         self._unasked = 0
         self._adopted: int | None = None
         # Steps whose saves into memory were begun and have not failed.
@@ -167,17 +171,27 @@ class Memory:
                     "until a new keeper has begun",
                     *(self.url, step, "saved to the run's own place" if is_due else "not saved"),
                 )
-        # Ranks of one machine see the same. Of several, those whose keeper answers do not know of the others': a save
-        # into memory fails then on all, and at steps of the run's own place the ranks ask each other. A keeper that is
-        # being started may answer, and not know the others yet.
+        if session.rank == 0:
+            self._expect_newest(session)
+        # Ranks whose keeper answers do not know of the others: a save into memory fails then on all, and at steps of
+        # the run's own place the ranks ask each other. A keeper that is being started may answer, and not know the
+        # others yet.
         is_there = process is not None
-        if self._met.machines > 1:
+        if session.world > 1 and is_due:
             is_ready = is_there and (self._reviving is None or self._reviving.done())
-            is_there = not is_due or session.are_all(f"keepers of {self.url}", is_ready, self._timeout_s)
+            is_there = session.are_all(f"keepers of {self.url}", is_ready, self._timeout_s)
+        elif session.world > 1 and not is_there:
+            with suppress(Error):  # the other ranks get it, and must not wait for this one
+                session.refuse(Unavailable.__name__, f"{self.url}: a keeper does not answer", self._timeout_s)
         if is_there:
             self._begun.add(step)
             return self.place
         return self.url if is_due else None
+
+    def _expect_newest(self, session: native.Session) -> None:
+        """On rank 0: fails the save that all ranks begin if a newer job saves into the run, so that none does."""
+        if self.overtaken is not None:
+            session.refuse(Conflict.__name__, str(self.overtaken), self._timeout_s)
 
     def _asked(self) -> int | None:
         """The keeper's process, if it answers. A silent one is not asked again for a few saves, which would wait."""
@@ -197,6 +211,8 @@ class Memory:
         try:
             native.adopt_near(session, self.url, self.place, step)
             self._adopted = process
+        except Conflict as error:
+            self.overtaken = error
         except Error as error:
             _log.warning("%s; it is tried again with the next save", error)
 
@@ -257,6 +273,9 @@ class MemoryDraining(Draining):
         try:
             left, spared = super().retain(made)
             self.clear(left)
+        except Conflict as error:
+            self._memory.overtaken = error
+            raise
         except Unavailable as error:  # what is in memory is not known now, and costs no save
             _log.warning("%s; it is tried again with the next save", error)
             return [], []
@@ -287,7 +306,7 @@ class MemoryDraining(Draining):
         if saved is not None and (self.newest is None or self.newest < saved):
             raise Unavailable(
                 f"{self.url}: the keeper of this machine has ended, and with it step {saved}, which was in its memory "
-                f"alone: the newest step at the run's own place is {self.newest}"
+                f"alone: the run's own place has {'none' if self.newest is None else f'step {self.newest} at most'}"
             )
 
 

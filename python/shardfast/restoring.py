@@ -51,6 +51,16 @@ def open_step(
     return native.open(session, native.step_url(url, step), timeout_s=timeout_s, after_s=after_s)
 
 
+def say_unasked(url: str) -> None:
+    """Logs that the keeper of this machine has checkpoints of the run, at which nobody looks."""
+    if native.keeper_process(native.memory_place(url)[0]) is not None:
+        _log.warning(
+            "%s: the keeper of this machine has this run in its memory, which is looked at only with memory=; "
+            "`shardfast keeper status` tells what it has",
+            url,
+        )
+
+
 def is_near_alone(checkpoint: native.Checkpoint) -> bool:
     """Whether it lies on the local disk or in memory, and not yet at the run's own place."""
     return levels_of(checkpoint) in (["local"], ["memory"])

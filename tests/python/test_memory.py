@@ -1,6 +1,5 @@
 """A run that is saved in the memory of a process that outlives the training."""
 
-import contextlib
 import ctypes
 import json
 import logging
@@ -17,40 +16,12 @@ import pytest
 import shardfast as sf
 import torch
 from filled import expect_state, state_of, steps
+from keepers import COMMAND, TRAINING, begun, in_memory, keeper, told, wait_until
 from shardfast import native
 from torch import nn
 
 KILLS = int(os.environ.get("SHARDFAST_MEMORY_KILLS", "2"))
 """Killed trainings of a usual run; a campaign sets more."""
-
-SIGNALS = int(os.environ.get("SHARDFAST_MEMORY_SIGNALS", "1"))
-"""Likewise, of trainings that are ended by a signal."""
-
-COMMAND = Path(sys.executable).with_name("shardfast")
-
-
-def keeper(run):
-    return native.keeper_process(native.memory_place(str(run))[0])
-
-
-def told(*arguments):
-    done = subprocess.run([COMMAND, "keeper", *arguments, "--json"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def in_memory(run):
-    """The committed steps that the keeper has."""
-    place = native.memory_place(str(run))[1]
-    listed = subprocess.run([COMMAND, "ls", place, "--json"], capture_output=True, text=True)
-    return [step["step"] for step in json.loads(listed.stdout)["checkpoints"] if step["status"] == "committed"]
-
-
-def wait_until(what, is_so, within_s=240):
-    until = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < until, what
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -71,47 +42,6 @@ def trained(run, *to, every=4, rows=300, **options):
         for step in to:
             ckpt.step(step, state_of(step, rows))
     return start
-
-
-TRAINING = """
-import os, sys, torch, shardfast as sf
-from torch import nn
-if "LINGERS" in os.environ:
-    from shardfast import memory
-    memory.LINGER_S = float(os.environ["LINGERS"])
-run, last, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-model = nn.Linear(200, rows)
-state = {"model": model, "extra": {"step": 0}}
-ckpt = sf.Checkpointer(
-    run, every=sf.steps(int(os.environ.get("EVERY", "4"))), memory=sf.steps(1), keep=sf.last(2),
-    drain=os.environ.get("DRAIN"),
-)
-start = ckpt.restore(state)
-if start:
-    assert bool((model.weight == start).all()) and state["extra"]["step"] == start, start
-print("restored", start, dict(ckpt.restored.sources) if start else {}, flush=True)
-for step in range(start + 1, last + 1):
-    if "ASKS" in os.environ:
-        input()
-    with torch.no_grad():
-        model.weight.fill_(step)
-        model.bias.fill_(-step)
-    state["extra"] = {"step": step}
-    ckpt.step(step, state)
-    print("saved", step, ckpt.committed, flush=True)
-if os.environ.get("ENDS") == "killed":
-    ckpt.wait()
-    os.kill(os.getpid(), 9)
-ckpt.close()
-print("ended", flush=True)
-"""
-
-
-def begun(run, last, rows=300, **environment):
-    command = [sys.executable, "-c", TRAINING, str(run), str(last), str(rows)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
 
 
 def test_a_training_that_is_killed_goes_on_from_memory(run):
@@ -411,7 +341,7 @@ def test_a_keeper_that_dies_before_the_end_is_an_error_of_the_end(run):
     wait_until("step 4 is sent", lambda: steps(run) == [4])
     os.kill(keeper(run), signal.SIGKILL)
     wait_until("it is gone", lambda: keeper(run) is None)
-    with pytest.raises(sf.Unavailable, match=r"step 6, which was in its memory alone: the newest .* is 4"):
+    with pytest.raises(sf.Unavailable, match=r"step 6, which was in its memory alone: the run's own place has step 4 at most"):
         ckpt.close()
     ckpt.close()
     assert ckpt.drained == 4
@@ -530,131 +460,6 @@ def test_the_command_starts_asks_and_ends_a_keeper(run):
     assert os.getsid(begun["process"]) == begun["process"]
     told("leave", str(run))
     assert keeper(run) is None
-
-
-def test_the_newest_step_in_memory_is_sent_at_once_when_asked(run):
-    with sf.Checkpointer(run, every=sf.steps(100), memory=sf.steps(1)) as ckpt:
-        ckpt.step(1, state_of(1))
-        ckpt.wait()
-        assert steps(run) == []
-        assert told("status", str(run))["steps"] == [{"step": 1, "survives": 0}]
-        sent = told("persist", str(run))
-        assert sent["step"] == 1 and sent["bytes"] > 0 and steps(run) == [1]
-        assert told("persist", str(run)) == {**sent, "bytes": 0}
-        ckpt.step(2, state_of(2))
-        ckpt.wait()
-        # The keeper goes on, and so does the training.
-        said = subprocess.run([COMMAND, "keeper", "persist", run], capture_output=True, text=True)
-        assert re.fullmatch(r".*/run: its newest step is 2; sent .*\n", said.stdout), said
-        ckpt.step(3, state_of(3))
-    assert steps(run) == [1, 2, 3]
-    wait_until("the keeper has ended", lambda: keeper(run) is None)
-    missing = subprocess.run([COMMAND, "keeper", "persist", run], capture_output=True, text=True)
-    assert missing.returncode == 3 and "no keeper of this name runs on this machine" in missing.stderr
-    for step in (1, 2, 3):
-        state = state_of(0)
-        sf.load(f"{run}/step-{step:08}", state)
-        expect_state(state, step)
-
-
-def test_what_is_asked_for_and_what_is_due_are_sent_side_by_side(run):
-    with sf.Checkpointer(run, every=sf.steps(1), memory=sf.steps(1)) as ckpt:
-        for step in range(1, 9):
-            ckpt.step(step, state_of(step, 3000))
-            ckpt.wait()
-            assert told("persist", str(run))["step"] == step
-    assert steps(run) == [*range(1, 9)]
-    checked = subprocess.run([COMMAND, "verify", f"{run}/step-00000008"], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
-
-
-PHASES = ("forward", "step", "save", "validation")
-
-LAUNCHED = """
-import os, sys, time, torch, torch.distributed as dist, shardfast as sf
-from torch.utils.data import DataLoader
-run, notes, on_signal = sys.argv[1:]
-dist.init_process_group("gloo")
-is_first = dist.get_rank() == 0
-torch.manual_seed(0)
-def note(text):
-    if is_first:
-        with open(notes, "a") as out:
-            out.write(text + "\\n")
-    time.sleep(0.02)
-model = torch.nn.Linear(1000, 1000)
-state = {"model": model}
-loader = DataLoader(torch.arange(10**6), batch_size=2, num_workers=2, persistent_workers=True)
-with sf.Checkpointer(run, every=sf.steps(1000), memory=sf.steps(1), on_signal=on_signal or None) as ckpt:
-    for step, batch in enumerate(loader, ckpt.restore(state) + 1):
-        note("forward")
-        model(batch.sum() * torch.ones(1000)).sum().backward()
-        note("step")
-        with torch.no_grad():
-            model.weight.fill_(step)
-        note("save")
-        ckpt.step(step, state)
-        if ckpt.stopping:
-            break
-        ckpt.wait()
-        note(f"saved {step}")
-        note("validation")
-        with torch.no_grad():
-            model(torch.ones(1000))
-"""
-
-
-def below(process):
-    """The processes that a process has started, and those that they have."""
-    found = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *below(child)]
-    return found
-
-
-@pytest.mark.parametrize("seed", range(SIGNALS))
-def test_a_signal_to_all_that_a_launcher_has_started_costs_no_step_that_is_in_memory(run, tmp_path, seed):
-    dice = random.Random(f"signals {seed}")
-    phase, to, on_signal = dice.choice(PHASES), dice.choice(["launcher", "group", "each"]), dice.choice(["", "SIGTERM"])
-    notes, script = tmp_path / "notes", tmp_path / "training.py"
-    script.write_text(LAUNCHED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen(
-            [*command, script, run, notes, on_signal],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    all_of_it = []
-    try:
-        steps_before = dice.randrange(2, 8)
-        told = f"saved {steps_before}\n"
-        wait_until(told, lambda: notes.exists() and told in notes.read_text())
-        wait_until(phase, lambda: notes.read_text().endswith(f"{phase}\n"))
-        all_of_it = [launcher.pid, *below(launcher.pid)]
-        time.sleep(dice.random() * 0.02)
-        saved = max(int(line.split()[1]) for line in notes.read_text().splitlines() if line.startswith("saved"))
-        if to == "launcher":
-            launcher.terminate()
-        elif to == "group":
-            os.killpg(launcher.pid, signal.SIGTERM)
-        else:
-            for process in all_of_it:
-                os.kill(process, signal.SIGTERM)
-        launcher.wait(timeout=120)
-    finally:
-        for process in {launcher.pid, *all_of_it} - {keeper(run)}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        launcher.wait()
-    model = nn.Linear(1000, 1000)
-    with sf.Checkpointer(run, every=sf.steps(1000), memory=sf.steps(1)) as ckpt:
-        restored = ckpt.restore({"model": model})
-        assert restored >= saved, (phase, to, on_signal, (tmp_path / "log").read_text()[-3000:])
-        assert bool((model.weight == restored).all())
 
 
 def rank_trains(rank, world, run):

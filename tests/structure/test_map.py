@@ -97,7 +97,7 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 CRATE_LINES_MAX = {
     "native": 4170,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; refusals, stops, drains
     "cli": 2720,  # 1,400 and rewinds, reports of runs, watches, looks at what runs and leaves, keepers that persist
-    "tools": 4620,  # 3,300 and copies that mend, whole runs, mapped checkpoints, local disks, keepers that meet (230)
+    "tools": 4670,  # 3,300 and copies that mend, whole runs, mapped checkpoints, local disks, keepers that meet (230)
     "telemetry": 6640,  # records, verdicts, pages, traces, alerts of runs and jobs, HTTP, OTLP, storage's metrics
     "multistep": 1950,  # 1,800, rounded up from 1,913
     "engine": 8840,  # 6,600 and rewinds, attempts that die, shared memory, listeners, quotas, jobs, nearer places
@@ -106,11 +106,11 @@ CRATE_LINES_MAX = {
     "format": 3850,  # 3,600 and columns of records
     "store": 10490,  # 6,150 and foreign objects, secrets, events, HDFS (1,800), networks, FUSE, keepers (1,060)
     "coord": 4830,  # 4,358 and gaps in which the process did not run; rounds that failed or are hurried; stops; ports
-    "keeper": 1910,  # a server of sealed memory, users, room; of several machines (1,000), proofs when idle (130)
+    "keeper": 1950,  # a server of sealed memory, users, room; of several machines (1,000), proofs when idle (130)
     "optim": 1900,  # 1,800, rounded up from 1,866
 }
 PYTHON_LINES_MAX = {
-    "": 4560,  # 2,700, errors told to all, forks; stops, workers, Slurm, MPI, addresses, jobs, works, disks, memory
+    "": 4590,  # 2,700, errors told to all, forks; stops, workers, Slurm, MPI, addresses, jobs, works, disks, memory
     "state": 5400,  # 5,150 and units whose ids clash behind split(), options and coordinates of ranks, descriptions
     "capture": 965,  # 750 and saves that take far longer than usual, how far a save is, work behind main, of users
     "adapters": 6730,  # 6,600 and versions of modules that load by themselves

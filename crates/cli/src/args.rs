@@ -260,7 +260,7 @@ pub(crate) enum Keeping {
         /// Path or URL of a run
         url: String,
     },
-    /// Send the newest step in memory to the run's own place now; the keeper goes on
+    /// Send what only the keeper has to the run's own place, once no training uses it; the keeper goes on
     Persist {
         /// Path or URL of a run
         url: String,

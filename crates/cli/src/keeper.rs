@@ -10,7 +10,7 @@ use serde::Serialize;
 use shardfast_engine::retention::Keep;
 use shardfast_engine::{Error, Kind, Result, TIMEOUT};
 use shardfast_keeper::{Keeper, Status};
-use shardfast_tools::drain::{Drain, memory_place};
+use shardfast_tools::drain::{Drain, memory_place, real};
 use shardfast_tools::inspect::{Held, held_in_memory};
 
 use crate::FINE;
@@ -97,6 +97,7 @@ pub fn dismiss(name: &str, all: bool) -> Result<()> {
 }
 
 fn told(url: &str, status: Status) -> Outcome {
+    let steps = held_in_memory(url, &status);
     let Status { process, bytes, objects, free_bytes, users, linger_s, failure, .. } = status;
     let Status { neighbours, copies, uncopied, changed, lone, .. } = status;
     let place = memory_place(url).1;
@@ -125,7 +126,6 @@ fn told(url: &str, status: Status) -> Outcome {
         };
         let _ = writeln!(text, "other machines: {machines}; {are}");
     }
-    let steps = held_in_memory(url, copies);
     for Held { step, survives } in &steps {
         let what = match survives {
             Some(0) => "lost with a machine that has files of it".to_owned(),
@@ -224,7 +224,8 @@ fn keep(url: &str, linger: f64, detached: bool) -> Result<Outcome> {
         // A signal to the group of the training would end it, too. The call fails if it leads a session already.
         let _ = rustix::process::setsid();
     }
-    let (name, place) = memory_place(url);
+    // A link may lead elsewhere later.
+    let (url, (name, place)) = (&*real(url), memory_place(url));
     let keeper = Keeper::listen(&name, url, Duration::from_secs_f64(linger))?;
     let sent = keeper.serve(|_| send(&place, url).map_err(|error| error.to_string()));
     sent.map_err(|why| {
@@ -237,6 +238,9 @@ fn keep(url: &str, linger: f64, detached: bool) -> Result<Outcome> {
 /// Sends the checkpoints of a run that are newer than all at its own place.
 fn send(place: &str, url: &str) -> Result<()> {
     let drain = Drain::new(place, url, &Keep::default(), None, TIMEOUT)?;
+    if !drain.has_any()? {
+        return Ok(());
+    }
     if drain.stand_in()? {
         send_all(&drain)?;
     }
@@ -256,20 +260,29 @@ fn send_all(drain: &Drain) -> Result<u64> {
     }
 }
 
-/// Sends the newest step in memory to the run's own place, unless that has it, or a newer one.
+/// Sends what is only in memory to the run's own place, while no process uses the keeper: a training sends by itself.
 fn persist(url: &str) -> Result<Outcome> {
-    let (name, place) = memory_place(url);
-    shardfast_keeper::status(&name)?;
+    let (url, (name, place)) = (&*real(url), memory_place(url));
+    let users = shardfast_keeper::status(&name)?.users;
+    let refused = |why: &str| Err(Error::new(Kind::Conflict, format!("keeper of {url}: {why}")));
+    if users > 0 {
+        let who = count(users, "process uses", "processes use");
+        return refused(&format!("{who} it: a training sends what is due by itself, and its newest step at its end"));
+    }
     let drain = Drain::new(&place, url, &Keep::default(), None, TIMEOUT)?;
     let mut bytes = 0;
-    if drain.stand_in()? {
-        drain.send_every(None);
-        drain.choose_newest()?;
+    if drain.has_any()? {
+        if !drain.stand_in()? {
+            return refused(
+                "what it has is of a job that is not the run's newest one: nothing was sent, and `shardfast copy` of \
+                 its place copies it elsewhere",
+            );
+        }
         bytes = send_all(&drain)?;
+        drain.expect_run()?;
     }
-    drain.expect_run()?;
     let step = drain.reached()?;
-    let sent = if bytes > 0 { format!("sent {}", size(bytes)) } else { "nothing in memory is newer".to_owned() };
+    let sent = if bytes > 0 { format!("sent {}", size(bytes)) } else { "memory has nothing that is newer".to_owned() };
     let text = match step {
         Some(step) => format!("{}: its newest step is {step}; {sent}\n", plain(url)),
         None => format!("{}: it has no checkpoint; {sent}\n", plain(url)),

@@ -114,7 +114,7 @@ impl Jobs {
         patience: Patience<'_>,
     ) -> Result<()> {
         let (known, others) = (list(run, patience)?, list(store, patience)?);
-        if others.iter().any(|other| other > job && known.contains(other)) {
+        if known.iter().any(|other| other > job) {
             job.expect_newest(run, url, patience)?;
         }
         let said = format!("{}{NEARER}\n", text(step));

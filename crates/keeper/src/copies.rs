@@ -17,7 +17,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crc_fast::{CrcAlgorithm, Digest};
-use rustix::io::{Errno, pwrite, retry_on_intr};
 use shardfast_store::Kind;
 use shardfast_store::keeper::wire::{self, Answer, Carrier, Request, Role};
 use shardfast_store::objects::Objects;
@@ -254,13 +253,7 @@ pub(crate) fn receive(link: &TcpStream, memory: &Memory) -> io::Result<bool> {
         let bytes = piece.len().min((memory.bytes - done) as usize);
         link.fill(&mut piece[..bytes])?;
         crc.update(&piece[..bytes]);
-        let mut written = 0;
-        while written < bytes {
-            match retry_on_intr(|| pwrite(memory.descriptor(), &piece[written..bytes], done + written as u64))? {
-                0 => return Err(Errno::NOSPC.into()),
-                more => written += more,
-            }
-        }
+        memory.write(&piece[..bytes], done)?;
         done += bytes as u64;
     }
     let mut expected = [0; wire::CRC_BYTES];

@@ -96,7 +96,7 @@ impl With {
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match self {
             With::Nothing => None,
-            With::Memory(memory) => Some(memory.descriptor()),
+            With::Memory(memory) => memory.descriptor(),
             With::Link(link) => Some(link.as_fd()),
         }
     }
@@ -308,7 +308,10 @@ impl Served {
 
     fn open(&self, name: String, mut past: u32) -> Carried {
         let here = match self.objects.get(&name) {
-            Ok(memory) if past == 0 => return Ok((Answer::Memory { bytes: memory.bytes }, With::Memory(memory))),
+            Ok(memory) if past == 0 => {
+                let memory = memory.shared().map_err(of_errno)?;
+                return Ok((Answer::Memory { bytes: memory.bytes }, With::Memory(memory)));
+            }
             Ok(_) => {
                 past -= 1;
                 (Kind::NotFound, "no further machine has it".to_owned())
@@ -444,7 +447,7 @@ impl Served {
     }
 
     fn store(&self, name: &str, bytes: &[u8], role: Role, replaces: bool) -> Carried {
-        let memory = Memory::of(bytes, role).map_err(of_errno)?;
+        let memory = Memory::of(bytes, role);
         if replaces {
             self.objects.put(name.to_owned(), memory);
         } else {
@@ -556,10 +559,13 @@ impl Served {
     fn status(&self) -> Status {
         let table = self.neighbours.table();
         let (changed, lone) = self.changed.found(&self.objects);
-        let (mut bytes, mut objects) = (0, 0);
-        self.objects.each(|_, memory, _| {
+        let (mut bytes, mut objects, mut published) = (0, 0, Vec::new());
+        self.objects.each(|name, memory, _| {
             bytes += memory.bytes;
             objects += 1;
+            if memory.role == Role::Published {
+                published.push(name.to_owned());
+            }
         });
         Status {
             process: std::process::id(),
@@ -571,6 +577,7 @@ impl Served {
             neighbours: table.others().map(|at| table.address(at).to_owned()).collect(),
             copies: table.copies.count,
             uncopied: self.copies.missing(),
+            published,
             changed,
             lone,
             leaves: self.users.leaves(),

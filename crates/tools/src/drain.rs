@@ -26,12 +26,16 @@ use shardfast_transfer::interrupt::{Interrupt, within};
 use shardfast_transfer::timeout::Timeout;
 
 use crate::copy::{Copying, Limit, copy_while};
+use crate::sweep::trim_records;
 
 /// Newest checkpoints that a nearer place on a disk keeps.
 const KEPT_NEAR: u64 = 2;
 
 /// Newest checkpoints that a keeper's memory keeps: beside it there is room for the next one.
 const KEPT_IN_MEMORY: u64 = 1;
+
+/// Newest records of saves and loads that a keeper's memory keeps, and applications of its rules between two looks.
+const RECORDS_IN_MEMORY: usize = 100;
 
 /// Characters of the run's name in that of its nearer place.
 const NAME_CHARS: usize = 48;
@@ -67,7 +71,7 @@ pub fn memory_place(url: &str) -> (String, String) {
 }
 
 /// Returns a path as it is without links, which have many for one place; a URL as it is.
-fn real(url: &str) -> String {
+pub fn real(url: &str) -> String {
     let Some(path) = url.strip_prefix("file://").or((!url.contains("://")).then_some(url)) else {
         return url.to_owned();
     };
@@ -133,6 +137,8 @@ struct State {
     chosen: Option<Chosen>,
     /// A newer job saves into the run.
     is_overtaken: bool,
+    /// Number of times that the rules of the nearer place were applied.
+    retained: usize,
     /// Steps that the run's rules took back, whose files are still there; `None` if that is not known.
     leaving: Option<Vec<u64>>,
 }
@@ -244,6 +250,15 @@ impl Drain {
         self.look()
     }
 
+    /// Returns whether the nearer place has a checkpoint.
+    ///
+    /// # Errors
+    /// The store's errors.
+    pub fn has_any(&self) -> Result<bool> {
+        let store = self.store(&self.near)?;
+        Ok(runs::newest_committed(&*store, &self.near, self.engine.timeout())?.is_some())
+    }
+
     /// Checks that the run is still at its own place, if the nearer place has checkpoints of it.
     ///
     /// # Errors
@@ -332,6 +347,14 @@ impl Drain {
         steps.extend(self.copied()?);
         let retained = rules.near.retain_beside(made, &Held { steps, known: Some(known) })?;
         let skipped = retained.left.iter().copied().filter(|step| waiting.contains(step)).collect();
+        let count = {
+            let mut state = locked(&self.state);
+            state.retained += 1;
+            state.retained
+        };
+        if self.near.starts_with(MEMORY) && count.is_multiple_of(RECORDS_IN_MEMORY) {
+            trim_records(&*self.store(&self.near)?, RECORDS_IN_MEMORY, self.engine.timeout())?;
+        }
         Ok((retained, skipped))
     }
 

@@ -15,7 +15,7 @@ use shardfast_engine::reads::ValueRef;
 use shardfast_engine::runs;
 use shardfast_engine::stream::{batches, tensor_bytes};
 use shardfast_format::object::decode;
-use shardfast_format::{Extent, LEAVING, LeafKind, Manifest, SaveInfo, step_dir};
+use shardfast_format::{COMMIT, Extent, LEAVING, LeafKind, Manifest, SaveInfo, parse_step_dir, step_dir};
 use shardfast_store::{Shared, join, keeper};
 use shardfast_transfer::error::{Error, Kind, Result, retry};
 use shardfast_transfer::timeout::Timeout;
@@ -142,7 +142,15 @@ pub fn history(url: &str, timeout: &Timeout) -> Result<History> {
         let memory = in_memory(url);
         History { url: url.to_owned(), is_run: true, checkpoints, abandoned, memory }
     };
-    Ok(match locate::look(url, timeout)? {
+    let found = match locate::look(url, timeout) {
+        // All of the run may be in memory.
+        Err(error) if error.kind == Kind::NotFound => match in_memory(url) {
+            Some(memory) if !memory.steps.is_empty() => return Ok(of_run(Vec::new(), Vec::new())),
+            _ => return Err(error),
+        },
+        found => found?,
+    };
+    Ok(match found {
         Place::Checkpoint => {
             let checkpoints = vec![outline(url, None, &shared, timeout)?];
             let (url, abandoned) = (url.to_owned(), Vec::new());
@@ -184,16 +192,17 @@ pub struct Held {
     pub survives: Option<u32>,
 }
 
-/// Returns what the keepers of the run have; each file is to have that many copies on other machines.
-pub fn held_in_memory(url: &str, copies: u32) -> Vec<Held> {
+/// Returns the checkpoints that the keeper of the run with that status has. Does not count as a use of it.
+pub fn held_in_memory(url: &str, status: &keeper::wire::Status) -> Vec<Held> {
     let (name, _) = memory_place(url);
     let survives = |step: u64| match keeper::uncopied(&name, &format!("{}/", step_dir(step))) {
-        Ok(0) => Some(copies),
+        Ok(0) => Some(status.copies),
         Ok(_) => Some(0),
         Err(_) => None,
     };
-    let steps = in_memory(url).map(|memory| memory.steps).unwrap_or_default();
-    steps.into_iter().map(|step| Held { step, survives: survives(step) }).collect()
+    let step_of = |name: &String| parse_step_dir(name.strip_suffix(COMMIT)?.strip_suffix('/')?);
+    let steps = status.published.iter().filter_map(step_of);
+    steps.map(|step| Held { step, survives: survives(step) }).collect()
 }
 
 fn outline(url: &str, step: Option<u64>, shared: &Arc<Shared>, timeout: &Timeout) -> Result<Outline> {

@@ -228,14 +228,8 @@ impl Sweep<'_> {
 
     /// Performs step 3, and step 4 for the objects beside the records and jobs.
     fn records(&self, swept: &mut Swept) -> Result<()> {
-        let is_record = |entry: &Entry| parse_record_name(&entry.name).is_some() || is_end_name(&entry.name);
-        let listed = |dir| match retry(self.timeout, || Ok(self.store.list(dir)?)) {
-            Err(error) if error.kind == Kind::NotFound => Ok(Vec::new()),
-            entries => entries,
-        };
-        let (mut going, others): (Vec<Entry>, Vec<Entry>) = listed(TELEMETRY)?.into_iter().partition(is_record);
-        going.sort_by(|a, b| a.name.cmp(&b.name));
-        going.truncate(going.len().saturating_sub(RECORDS_MAX));
+        let listed = |dir| listed(self.store, dir, self.timeout);
+        let (mut going, others) = beyond(listed(TELEMETRY)?, RECORDS_MAX);
         going.extend(others.into_iter().filter(|entry| self.is_stale(entry)));
         let jobs = listed(JOBS)?.into_iter().filter(|entry| self.is_stale(entry));
         let among = |dir| move |entry: Entry| (contents::join(dir, &entry.name), entry.bytes);
@@ -335,4 +329,31 @@ impl Sweep<'_> {
         swept.files.extend(names.iter().map(|name| join(self.url, name)));
         Ok(())
     }
+}
+
+/// Lists a directory of the run, which may not be there.
+fn listed(store: &dyn Store, dir: &str, timeout: &Timeout) -> Result<Vec<Entry>> {
+    match retry(timeout, || Ok(store.list(dir)?)) {
+        Err(error) if error.kind == Kind::NotFound => Ok(Vec::new()),
+        entries => entries,
+    }
+}
+
+/// Splits the objects in the directory of records into those beyond the newest `kept`, and those that are no records.
+fn beyond(objects: Vec<Entry>, kept: usize) -> (Vec<Entry>, Vec<Entry>) {
+    let is_record = |entry: &Entry| parse_record_name(&entry.name).is_some() || is_end_name(&entry.name);
+    let (mut records, others): (Vec<Entry>, Vec<Entry>) = objects.into_iter().partition(is_record);
+    records.sort_by(|a, b| a.name.cmp(&b.name));
+    records.truncate(records.len().saturating_sub(kept));
+    (records, others)
+}
+
+/// Deletes a run's records of what saves and loads did beyond the newest `kept`.
+///
+/// # Errors
+/// The store's errors.
+pub(crate) fn trim_records(store: &dyn Store, kept: usize, timeout: &Timeout) -> Result<()> {
+    let (going, _) = beyond(listed(store, TELEMETRY, timeout)?, kept);
+    let names: Vec<String> = going.iter().map(|entry| contents::join(TELEMETRY, &entry.name)).collect();
+    if names.is_empty() { Ok(()) } else { retention::delete(store, &names, &[], timeout) }
 }

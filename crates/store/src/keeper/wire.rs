@@ -321,6 +321,8 @@ pub struct Status {
     pub copies: u32,
     /// Files that have fewer; `None` while copies are made.
     pub uncopied: Option<u64>,
+    /// Names of the small objects that were published under a free name.
+    pub published: Vec<String>,
     /// Number of objects whose bytes were found changed in memory.
     pub changed: u64,
     /// Names of those that are still there, since no other machine has them.

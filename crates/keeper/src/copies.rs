@@ -35,6 +35,9 @@ const TRIES_EVERY: Duration = Duration::from_secs(5);
 pub(crate) struct Copies {
     work: Mutex<Work>,
     changed: Condvar,
+    /// Held while an object is copied, or while one that has changed loses its name here: a copier that finds its
+    /// object gone takes it for one that was deleted.
+    turn: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -57,6 +60,11 @@ struct Wanted {
 impl Copies {
     fn lock(&self) -> MutexGuard<'_, Work> {
         self.work.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until no object is copied, and none is until the guard is dropped.
+    pub(crate) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Has the thread look for what is to be copied.
@@ -93,6 +101,7 @@ impl Copies {
     fn copy(&self, objects: &Objects<Memory>, table: &Table) -> u64 {
         let mut missing = 0;
         for (mut wanted, can_take) in wanted(objects, table, "", false).unwrap_or_default().into_iter().rev() {
+            let _turn = self.turn();
             missing += u64::from(!wanted.copied(objects, table, can_take));
         }
         missing

@@ -15,6 +15,7 @@ use rustix::process::setpriority_process;
 use shardfast_store::keeper::wire::{Answer, Request};
 use shardfast_store::objects::Objects;
 
+use crate::copies::Copies;
 use crate::memory::Memory;
 use crate::neighbours::{Neighbours, Table};
 use crate::users::Users;
@@ -52,17 +53,22 @@ impl Changed {
     }
 
     /// Proves all objects in turn, for as long as the keeper lives.
-    pub(crate) fn run(&self, objects: &Objects<Memory>, neighbours: &Neighbours, users: &Users) {
+    pub(crate) fn run(&self, objects: &Objects<Memory>, with: (&Neighbours, &Copies), users: &Users) {
         // Of this thread alone.
         let _ = setpriority_process(None, LEAST);
         while !users.has_ended() {
-            self.prove_all(objects, neighbours, &|took| thread::sleep(took * PAUSES));
+            self.prove_all(objects, with, &|took| thread::sleep(took * PAUSES));
             thread::sleep(READS_EVERY);
         }
     }
 
     /// Proves each object once. `pause` is called after each piece, with the time that it took.
-    fn prove_all(&self, objects: &Objects<Memory>, neighbours: &Neighbours, pause: &dyn Fn(Duration)) {
+    fn prove_all(
+        &self,
+        objects: &Objects<Memory>,
+        (neighbours, copies): (&Neighbours, &Copies),
+        pause: &dyn Fn(Duration),
+    ) {
         let mut all: Vec<(String, Memory)> = Vec::new();
         objects.each(|name, memory, is_finished| {
             if is_finished {
@@ -74,7 +80,9 @@ impl Changed {
             if !matches!(proves(objects, &name, &memory, pause), Ok(false)) {
                 continue;
             }
+            let turn = copies.turn();
             let is_elsewhere = make_again(objects, &neighbours.table(), &name, &memory);
+            drop(turn);
             let mut found = self.lock();
             if found.lone.iter().any(|(_, lone)| lone.is(&memory)) {
                 continue;
@@ -120,7 +128,7 @@ fn make_again(objects: &Objects<Memory>, table: &Table, name: &str, memory: &Mem
 mod tests {
     use std::sync::Arc;
 
-    use shardfast_store::keeper::wire::{Copies, Machine};
+    use shardfast_store::keeper::wire::{self, Machine};
     use shardfast_store::keeper::{join_machines, meet};
     use shardfast_store::testing::conformance::write_object;
     use shardfast_store::{Kind, Store, open};
@@ -146,7 +154,7 @@ mod tests {
             let meet = |name| meet(name, "127.0.0.1", (0, 0), [7; 32]).unwrap();
             let machines: Vec<Machine> =
                 job.names.iter().map(|name| Machine { address: meet(name), domain: name.clone() }).collect();
-            let copies = Copies { count: 1, rate: None };
+            let copies = wire::Copies { count: 1, rate: None };
             (0..).zip(&job.names).for_each(|(me, name)| join_machines(name, &machines, me, copies).unwrap());
             write_object(&*job.store(0), "step/file", &bytes()).unwrap();
             job.store(0).publish("step/COMMIT", b"done").unwrap();
@@ -162,8 +170,11 @@ mod tests {
             &self.keepers[at].served
         }
 
+        /// Returns whether a machine has all, and no machine copies anything.
         fn has(&self, at: usize) -> bool {
-            ["step/file", "step/COMMIT"].iter().all(|name| self.served(at).objects.get(name).is_ok())
+            let has = |name: &&str| self.served(at).objects.get(name).is_ok();
+            let is_idle = |keeper: &Keeper| keeper.served.copies.missing() == Some(0);
+            ["step/file", "step/COMMIT"].iter().all(has) && self.keepers.iter().all(is_idle)
         }
 
         fn until(&self, what: &str, is_so: impl Fn() -> bool) {
@@ -185,7 +196,7 @@ mod tests {
 
         fn prove(&self, at: usize) -> (u64, Vec<String>) {
             let served = self.served(at);
-            served.changed.prove_all(&served.objects, &served.neighbours, &|_| {});
+            served.changed.prove_all(&served.objects, (&served.neighbours, &served.copies), &|_| {});
             served.changed.found(&served.objects)
         }
     }
@@ -223,6 +234,22 @@ mod tests {
         assert!(job.has(0));
         job.store(0).delete_tree("step").unwrap();
         assert_eq!(job.prove(0), (1, vec![]));
+    }
+
+    #[test]
+    fn what_changed_keeps_its_name_while_something_is_copied() {
+        let job = Job::begin("turn", 2);
+        job.prove(0);
+        job.flip(0, "step/file", 5);
+        let turn = job.served(0).copies.turn();
+        thread::scope(|threads| {
+            let proof = threads.spawn(|| job.prove(0));
+            thread::sleep(Duration::from_millis(100));
+            assert!(job.served(0).objects.get("step/file").is_ok());
+            drop(turn);
+            assert_eq!(proof.join().unwrap(), (1, vec![]));
+        });
+        job.until("it is there again", || job.has(0));
     }
 
     #[test]

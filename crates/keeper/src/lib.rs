@@ -93,7 +93,9 @@ impl Keeper {
         let proving = Arc::clone(&served);
         thread::Builder::new()
             .name("prove".to_owned())
-            .spawn(move || proving.changed.run(&proving.objects, &proving.neighbours, &proving.users))
+            .spawn(move || {
+                proving.changed.run(&proving.objects, (&proving.neighbours, &proving.copies), &proving.users)
+            })
             .map_err(|error| fail(Kind::Exhausted, &error))?;
         Ok(Keeper { listener, served, name: name.to_owned() })
     }

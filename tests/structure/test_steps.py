@@ -159,7 +159,7 @@ def test_a_test_that_ends_its_process_or_hangs_is_named_once_and_all_others_run(
     hangs = "import time\ndef test_hangs(): time.sleep(99)\ndef test_after(): pass\n"
     for name, text in (("a", dies), ("b", nap), ("c", hangs), ("d", nap), ("e", nap)):
         (tmp_path / f"test_{name}.py").write_text(text)
-    how = ["-p", "by_file", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=5", "-o", "addopts="]
+    how = ["-p", "by_file", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=15", "-o", "addopts="]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *how, *DIVIDED, str(tmp_path)],
         capture_output=True,

@@ -181,8 +181,11 @@ class Memory:
             is_ready = is_there and (self._reviving is None or self._reviving.done())
             is_there = session.are_all(f"keepers of {self.url}", is_ready, self._timeout_s)
         elif session.world > 1 and not is_there:
-            with suppress(Error):  # the other ranks get it, and must not wait for this one
+            try:  # the other ranks begin this save, and must not wait for this one
                 session.refuse(Unavailable.__name__, f"{self.url}: a keeper does not answer", self._timeout_s)
+            except Error as agreed:
+                if isinstance(agreed, Conflict):
+                    raise
         if is_there:
             self._begun.add(step)
             return self.place

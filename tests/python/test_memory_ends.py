@@ -61,9 +61,9 @@ def test_what_only_memory_has_is_sent_at_once_when_asked(run):
 
 
 def test_what_memory_has_of_an_older_job_is_not_sent_and_one_without_memory_is_told(run, caplog):
-    begun(run, 7, EVERY="5", ENDS="killed").communicate(timeout=240)
-    assert in_memory(run)[-1] == 7
-    wait_until("step 5 is sent", lambda: steps(run) == [5])
+    assert begun(run, 5, EVERY="5").communicate(timeout=240)[0].endswith("ended\n")
+    begun(run, 7, EVERY="100", ENDS="killed").communicate(timeout=240)
+    assert in_memory(run)[-1] == 7 and steps(run) == [5]
     with caplog.at_level(logging.WARNING, "shardfast"), sf.Checkpointer(run) as ckpt:
         state = {"model": nn.Linear(200, 300), "extra": {"step": 0}}
         assert ckpt.restore(state) == 5

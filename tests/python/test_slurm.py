@@ -306,7 +306,8 @@ def of_two_tasks_of_an_array_with_one_run_one_is_refused(slurm: Slurm, place: Pa
     for name in ("0", "1"):
         (place / name).mkdir()
     other = "../$((1 - SLURM_ARRAY_TASK_ID))/losses-0"
-    script = f"cd $SLURM_ARRAY_TASK_ID; WAITS_FOR={other} srun {training('../run', 0.05)}"
+    # Both have begun before one commits: a commit that the newer job has not restored fails both.
+    script = f"cd $SLURM_ARRAY_TASK_ID; WAITS_FOR={other} srun {training('../run', 0.2)}"
     job = slurm.submit(place, script, "--array=0-1", *TWO)
     expect_one_writer(slurm, place, f"{job}_0", f"{job}_1")
 

@@ -96,7 +96,7 @@ ATTACHES = {"crates/native/src/errors.rs", "crates/native/src/command.rs", "crat
 # Lines that a crate's product may have, comments included: without unit tests and kits for tests.
 CRATE_LINES_MAX = {
     "native": 4170,  # 3,000 and layouts of Megatron and DeepSpeed: parts by holders, outlines; refusals, stops, drains
-    "cli": 2720,  # 1,400 and rewinds, reports of runs, watches, looks at what runs and leaves, keepers that persist
+    "cli": 2730,  # 1,400 and rewinds, reports of runs, watches, looks at what runs and leaves, keepers that persist
     "tools": 4670,  # 3,300 and copies that mend, whole runs, mapped checkpoints, local disks, keepers that meet (230)
     "telemetry": 6640,  # records, verdicts, pages, traces, alerts of runs and jobs, HTTP, OTLP, storage's metrics
     "multistep": 1950,  # 1,800, rounded up from 1,913

@@ -32,7 +32,10 @@ class ByFile(LoadFileScheduling):
         if node.shutting_down or node not in self.registered_collections:
             return
         while self.workqueue and self._pending_of(self.assigned_work[node]) <= AHEAD:
-            self._assign_work_unit(node)
+            try:
+                self._assign_work_unit(node)
+            except OSError:
+                return  # it has just ended: remove_node() gives its work to others
         if not self.workqueue:
             node.shutdown()
 

@@ -52,7 +52,7 @@ def open_step(
 
 
 def say_unasked(url: str) -> None:
-    """Logs that the keeper of this machine has checkpoints of the run, at which nobody looks."""
+    """Warns if a keeper of this machine has the run in memory: without ``memory=`` the restore does not read it."""
     if native.keeper_process(native.memory_place(url)[0]) is not None:
         _log.warning(
             "%s: the keeper of this machine has this run in its memory, which is looked at only with memory=; "

@@ -278,8 +278,8 @@ class Told:
             return
         self._warned.add(url)
         _log.warning(
-            "%s: a save of this run takes about %s, and within= leaves %s after a signal: the step at which the "
-            "training is told to stop will not be durable in time",
+            "%s: a save of this run takes about %s, and within= leaves %s after a signal: the last save will not be "
+            "durable in time",
             url,
             interval.spoken(lasts_s),
             interval.spoken(self._within),

@@ -1,6 +1,7 @@
 //! Runs a job of real processes: the test binary runs itself again for each rank, and sends it commands line by line.
 
 use std::env;
+use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -103,10 +104,17 @@ impl Process {
         self.child.wait().unwrap();
     }
 
-    /// Sends the rank that signal.
+    /// Sends the rank that signal. After `STOP` it returns once every thread stands: on a busy machine the others run
+    /// on until one of them has taken the signal.
     pub(crate) fn signal(&self, name: &str) {
-        let sent = Command::new("kill").args([&format!("-{name}"), &self.child.id().to_string()]).status();
+        let process = self.child.id();
+        let sent = Command::new("kill").args([&format!("-{name}"), &process.to_string()]).status();
         assert!(sent.unwrap().success());
+        let until = Instant::now() + LONG;
+        while name == "STOP" && !stands(process) {
+            assert!(Instant::now() < until, "process {process} does not stop");
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
@@ -114,6 +122,16 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Returns whether all threads of a process are stopped.
+fn stands(process: u32) -> bool {
+    let threads = fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    threads.flatten().all(|thread| {
+        // A thread that has just ended stands, too.
+        let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+    })
 }
 
 /// All ranks, each below its parent.

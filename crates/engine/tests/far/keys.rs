@@ -59,7 +59,7 @@ fn check(server: &Server, what: &str, place: &Place<'_>, operation: impl Fn(&Arc
     let other = if what == "save" { &Place::new(server, "keys/other") } else { place };
     let requests = place.requests_as(other, &operation);
     let asked_in = server.dir().join("asked");
-    // Indexes are looked at behind the commit, too, where nothing has to succeed: nobody asks for other keys then.
+    // A save also looks at indexes after the commit and ignores failures there, so it does not renew its keys.
     let is_index = |seen: &Seen| seen.request.what.starts_with("HEAD") && seen.request.what.contains(".index.json");
     let requests: Vec<&Seen> = requests.iter().filter(|seen| !is_index(seen)).collect();
     // Not the first request: keys that the service has never taken are wrong.
